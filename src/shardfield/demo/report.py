@@ -69,8 +69,11 @@ def draw(volume: Volume, prediction: Tensor, sizes: list[int], path: Path) -> No
     from matplotlib.figure import Figure
 
     H, W = prediction.shape[3:]
+    low, high = volume.image.min().item(), volume.image.max().item()
+    # Outside the head the image is exactly 0, its mean; drawn black, as radiologists see it.
+    image = volume.image.masked_fill(volume.image == 0, low)
     columns = (
-        ("T1 image (input)", volume.image, "gray", (volume.image.min(), volume.image.max())),
+        ("T1 image (input)", image, "gray", (low, high)),
         (f"prediction on {len(sizes)} ranks", prediction, "magma", (0, 1)),
         ("grey-matter density (target)", volume.target, "magma", (0, 1)),
     )
@@ -81,7 +84,7 @@ def draw(volume: Volume, prediction: Tensor, sizes: list[int], path: Path) -> No
         for axes, plane in zip(
             grid[:, column], (values[0, 0, :, :, W * 9 // 20], values[0, 0, :, H // 2]), strict=True
         ):
-            drawn = axes.imshow(plane.T, cmap=colors, origin="lower", vmin=low, vmax=high)
+            drawn = axes.imshow(plane.T.numpy(), cmap=colors, origin="lower", vmin=low, vmax=high)
             _mark_cuts(axes, sizes)
     figure.colorbar(drawn, ax=grid, location="bottom", shrink=0.5, pad=0.02, label="density")
     grid[0, 0].set_ylabel("axial")
