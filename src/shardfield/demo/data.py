@@ -22,9 +22,9 @@ class Volume:
     image: Tensor
     target: Tensor
 
-    def to(self, device: str) -> "Volume":
-        """The same volume on a device."""
-        return Volume(self.image.to(device), self.target.to(device))
+    def to(self, *where: torch.device | torch.dtype | str) -> "Volume":
+        """The same volume on a device, in a dtype; arguments as in `Tensor.to`."""
+        return Volume(self.image.to(*where), self.target.to(*where))
 
 
 def load_volume() -> Volume:

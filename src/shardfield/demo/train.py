@@ -15,6 +15,7 @@ from shardfield.demo.data import Volume
 from shardfield.demo.measure import StepCost, measure_step, storage_bytes
 
 MEASURED_STEP = 1  # not the first: that one also creates the optimizer's state
+EXACT_STEPS = 3  # steps repeated in float64, where rounding cannot hide an error
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Run:
         cost: bytes of the measured step on this rank.
         parameters: bytes of the model's parameters, which is what averaging gradients handles.
         prediction: (1, 1, D, H, W) global, plain, on the CPU; None on all ranks but the first.
+        exact_loss: the last loss of `EXACT_STEPS` steps in float64.
     """
 
     cost: StepCost
@@ -34,6 +36,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     prediction: Tensor | None = None
+    exact_loss: float = float("nan")
 
 
 def build_model() -> nn.Module:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import shardfield as sf
 from shardfield.demo.data import SHAPE, awkward_sizes, load_volume
 from shardfield.demo.progress import StepProgress
-from shardfield.demo.train import build_model, split, train
+from shardfield.demo.train import EXACT_STEPS, Run, build_model, split, train
 
 
 def main() -> None:
-    """Trains and leaves the runs of all ranks in a file: a list, the first rank first."""
+    """Trains, and leaves the runs of all ranks in a file: a list, the first rank first."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
@@ -23,24 +23,29 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     mesh = None if arguments.plain else sf.init_mesh(domain=ranks)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build_model().to(device)
-    volume = load_volume().to(device) if rank == 0 else None
-    title = "plain torch, 1 rank"
-    if mesh is not None:
-        model, volume = split(model, volume, mesh, awkward_sizes(SHAPE[2], ranks))
-        title = f"shardfield, {ranks} ranks"
-    assert volume is not None
-    with StepProgress(title, arguments.steps, shown=rank == 0) as progress:
-        run = train(model, volume, arguments.steps, progress.advance)
+    title = "plain torch, 1 rank" if mesh is None else f"shardfield, {ranks} rank(s)"
+    whole = load_volume() if rank == 0 else None
 
-    runs = [run]
+    def run(dtype: torch.dtype, steps: int) -> Run:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = build_model().to(device, dtype)
+        volume = whole.to(device, dtype) if whole is not None else None
+        if mesh is not None:
+            model, volume = split(model, volume, mesh, awkward_sizes(SHAPE[2], ranks))
+        assert volume is not None
+        name = f"{title}, {str(dtype).removeprefix('torch.')}"
+        with StepProgress(name, steps, shown=rank == 0) as progress:
+            return train(model, volume, steps, progress.advance)
+
+    exact_loss = run(torch.float64, EXACT_STEPS).losses[-1]
+    result = run(torch.float32, arguments.steps)
+    result.exact_loss = exact_loss
+    results = [result] * ranks
     if mesh is not None:
-        runs = [run] * ranks
-        dist.all_gather_object(runs, run)
+        dist.all_gather_object(results, result)
         dist.destroy_process_group()
     if rank == 0:
-        torch.save(runs, arguments.result)
+        torch.save(results, arguments.result)
 
 
 if __name__ == "__main__":
