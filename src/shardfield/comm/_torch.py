@@ -23,11 +23,18 @@ def saved_tensor_hooks_in_force():
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+@torch._dynamo.assume_constant_result
+def rank_of(group: str) -> int:
+    """This rank's index in a process group."""
+    return resolve_group(group).rank()
+
+
 __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "default_store",
     "make_subclass",
+    "rank_of",
     "resolve_group",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",

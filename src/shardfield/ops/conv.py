@@ -122,7 +122,7 @@ def _transposed_plan(
         both = max(0, min(start, rows - start - length)) if not extra else 0
         pads[i], extras[i] = both, extra
         crops.append((start - both, length))
-    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops))
+    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops), whole.moved)
     return plan, tuple(pads), tuple(extras)
 
 
