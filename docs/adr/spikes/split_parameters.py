@@ -10,6 +10,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -289,6 +290,15 @@ def adamw(model: nn.Module, **how) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, **how)
 
 
+def state_of(block: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and AdamW's moments under one flat set of names."""
+    state = dict(block.state_dict())
+    for name, parameter in block.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"{name}.{moment}"] = optimizer.state[parameter][moment]
+    return state
+
+
 def gap(model: nn.Module, reference: nn.Module, wrapper: str, mesh: DeviceMesh, of) -> float:
     return max(
         (local_of(of(p)).detach() - here(of(q).detach(), n, wrapper, mesh)).abs().sum().item()
@@ -307,6 +317,16 @@ def life(kind: str, wrapper: str, mesh: DeviceMesh) -> dict[str, object]:
         model, ref = build(kind, wrapper, mesh), reference()
         backward(model, batch(0, part))
         backward(ref, batch(0))
+        return gap(model, ref, wrapper, mesh, lambda p: p.grad)
+
+    def accumulate():
+        model, ref = build(kind, wrapper, mesh), reference()
+        for step, last in ((0, False), (1, True)):
+            with nullcontext() if wrapper != "DDP" or last else model.no_sync():
+                if wrapper != "DDP":
+                    model.set_requires_gradient_sync(last)
+                backward(model, batch(step, part))
+            backward(ref, batch(step))
         return gap(model, ref, wrapper, mesh, lambda p: p.grad)
 
     def clip():
@@ -343,31 +363,69 @@ def life(kind: str, wrapper: str, mesh: DeviceMesh) -> dict[str, object]:
         assert getattr(twin, "owned", None) == getattr(parameter, "owned", None), "layout lost"
         return (local_of(twin) - local_of(parameter)).abs().max().item()
 
+    def stepped(model, ref):
+        ours, theirs = adamw(model), adamw(ref)
+        backward(model, batch(0, part))
+        backward(ref, batch(0))
+        ours.step()
+        theirs.step()
+        return ours, theirs
+
+    def reload():
+        model, ref = build(kind, wrapper, mesh), reference()
+        ours, theirs = stepped(model, ref)
+        twin = build(kind, wrapper, mesh)
+        optimizer = adamw(twin)
+        twin.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(ours.state_dict())
+        for m, o, x in ((twin, optimizer, batch(1, part)), (ref, theirs, batch(1))):
+            o.zero_grad()
+            backward(m, x)
+            o.step()
+        return gap(twin, ref, wrapper, mesh, lambda p: p)
+
+    def relaid(state):
+        """The state with each value as a Split that knows its ranges: what sf.save would do."""
+        out = {}
+        for key, value in state.items():
+            name = key.split(".")[0]
+            full = full_parameters()[name]
+            rows = shard_of(full, owned_by(mesh["tensor"], name, full)).shape[0]
+            owned = owned_by(mesh["tensor"], name, full, first_row(rows, wrapper, mesh))
+            out[key] = split(local_of(value).detach(), owned)
+        return out
+
     def checkpoint(by_layout: bool):
-        model = build(kind, wrapper, mesh)
-        state = inner(model).state_dict()
-        if by_layout:
-            for name, full in full_parameters().items():
-                rows = shard_of(full, owned_by(mesh["tensor"], name, full)).shape[0]
-                start = first_row(rows, wrapper, mesh)
-                owned = owned_by(mesh["tensor"], name, full, start)
-                state[name] = split(local_of(state[name]).detach(), owned)
+        model, ref = build(kind, wrapper, mesh), reference()
+        ours, theirs = stepped(model, ref)
+        saved = state_of(inner(model), ours)
         where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(where)
-        dcp.save(state, checkpoint_id=where[0])
-        loaded = {n: torch.zeros_like(f) for n, f in full_parameters().items()}
-        dcp.load(loaded, checkpoint_id=where[0], no_dist=True)
-        return max((loaded[n] - f).abs().max().item() for n, f in full_parameters().items())
+        dcp.save(relaid(saved) if by_layout else saved, checkpoint_id=where[0])
+        wanted = {key: value.detach() for key, value in state_of(ref, theirs).items()}
+        alone = {key: torch.zeros_like(value) for key, value in wanted.items()}
+        dcp.load(alone, checkpoint_id=where[0], no_dist=True)
+        error = max((alone[key] - wanted[key]).abs().max().item() for key in wanted)
+        if by_layout:
+            other = range(0, 4) if mesh.get_local_rank("tensor") == 0 else range(4, 12)
+            owned = Owned(1, (other,), wanted["proj"].shape, mesh.get_group("tensor"))
+            moved = {"proj": split(torch.zeros(CHANNELS, len(other), dtype=torch.float64), owned)}
+            dcp.load(moved, checkpoint_id=where[0])
+            gone = local_of(moved["proj"]) - shard_of(wanted["proj"], owned)
+            error = max(error, gone.abs().max().item())
+        return error
 
     stages = {
         "gradient": gradient,
-        "clip_grad_norm_": clip,
+        "accumulate": accumulate,
+        "clip": clip,
         "AdamW": optimizer,
         "foreach": lambda: optimizer(foreach=True),
         "fused": lambda: optimizer(fused=True),
         "deepcopy": copied,
-        "DCP 4->1": lambda: checkpoint(False),
-        "by layout": lambda: checkpoint(True),
+        "reload": reload,
+        "DCP as is": lambda: checkpoint(False),
+        "DCP by layout": lambda: checkpoint(True),
     }
     return {stage: attempt(run) for stage, run in stages.items()}
 
@@ -390,7 +448,7 @@ def attempt(run) -> tuple[float | None, str]:
 def show(rows: dict[str, dict[str, tuple[float | None, str]]]) -> None:
     notes: list[str] = []
     stages = list(next(iter(rows.values())))
-    print(f"{'storage + wrapper':22}" + "".join(f"{s:>16}" for s in stages))
+    print(f"{'storage + wrapper':22}" + "".join(f"{s:>14}" for s in stages))
     for name, row in rows.items():
         cells = []
         for error, note in row.values():
@@ -401,7 +459,7 @@ def show(rows: dict[str, dict[str, tuple[float | None, str]]]) -> None:
             else:
                 verdict = "ok" if error < 1e-10 else f"WRONG {error:.0e}"
                 cells.append(f"{verdict} {note}".strip())
-        print(f"{name:22}" + "".join(f"{c:>16}" for c in cells))
+        print(f"{name:22}" + "".join(f"{c:>14}" for c in cells))
     print("ok: within 1e-10 of one process (float64); us: median optimizer.step(), 3 parameters")
     for number, note in enumerate(notes, 1):
         print(f"[{number}] {note}")
