@@ -3,6 +3,7 @@
 Run: ``python docs/adr/spikes/split_parameters.py`` (4 gloo CPU ranks: 2 data x domain, 2 tensor).
 A fused QKV weight of 3 heads, split by heads over 2 tensor ranks (2 + 1), is stored in each candidate
 way, wrapped by DDP or FSDP2 and taken through a training life; every figure is against one process.
+FSDP2 and DCP print the stacks of the failures that the table names: add ``2>/dev/null``.
 """
 
 import copy
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,7 +75,7 @@ class Owned:
 
 
 class Split(torch.Tensor):
-    """Candidate B: the local shard retyped. Shape, norm and chunks in a checkpoint are global."""
+    """Candidate B, and what DCP is given: the local shard retyped, with a global shape and norm."""
 
     owned: Owned
 
@@ -237,10 +238,13 @@ def stored(kind: str, name: str, full: torch.Tensor, mesh: DeviceMesh) -> nn.Par
         if name == "scale":
             return nn.Parameter(local)
         return nn.Parameter(split(local, owned))
-    placement = Replicate() if name == "scale" else Shard(owned.dim)
+    placements = [Replicate() if name == "scale" else Shard(owned.dim)]
+    over = tensor
+    if kind == "D root mesh":
+        over, placements = mesh, [Replicate(), Replicate(), *placements]
     return nn.Parameter(
         DTensor.from_local(
-            local, tensor, [placement], run_check=False, shape=full.shape, stride=full.stride()
+            local, over, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
     )
 
@@ -250,8 +254,12 @@ def build(kind: str, wrapper: str, mesh: DeviceMesh) -> nn.Module:
     block = Block(parameters, mesh.get_group("tensor"))
     if wrapper == "DDP":
         return DistributedDataParallel(block, process_group=mesh.get_group("joint"))
-    over = mesh["joint"] if wrapper == "FSDP2" else mesh["joint", "one"]
-    fully_shard(block, mesh=over)
+    if kind == "D root mesh":
+        hybrid = DataParallelMeshDims(shard="one", replicate="joint")
+        dims = DataParallelMeshDims(shard="joint") if wrapper == "FSDP2" else hybrid
+        fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+    else:
+        fully_shard(block, mesh=mesh["joint"] if wrapper == "FSDP2" else mesh["joint", "one"])
     block.set_force_sum_reduction_for_comms(True)
     return block
 
@@ -276,9 +284,7 @@ def first_row(local_rows: int, wrapper: str, mesh: DeviceMesh) -> int:
 
 
 def batch(step: int, part: int | None = None) -> torch.Tensor:
-    x = torch.randn(
-        4, CHANNELS, generator=torch.Generator().manual_seed(step), dtype=torch.float64
-    )
+    x = torch.randn(4, CHANNELS, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     return x if part is None else x[2 * part : 2 * part + 2]
 
 
@@ -302,7 +308,7 @@ def state_of(block: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 def gap(model: nn.Module, reference: nn.Module, wrapper: str, mesh: DeviceMesh, of) -> float:
     return max(
         (local_of(of(p)).detach() - here(of(q).detach(), n, wrapper, mesh)).abs().sum().item()
-        for (n, p), q in zip(inner(model).named_parameters(), reference.parameters())
+        for (n, p), q in zip(inner(model).named_parameters(), reference.parameters(), strict=True)
     )
 
 
@@ -438,7 +444,9 @@ def attempt(run) -> tuple[float | None, str]:
         error, note = result if isinstance(result, tuple) else (result, "")
         mine = (float(error), note)
     except (Exception, CheckpointException) as exception:
-        mine = (None, f"{type(exception).__name__}: {' '.join(str(exception).split())[-200:]}")
+        text = " ".join(str(exception).split())
+        text = text[-150:] if isinstance(exception, CheckpointException) else text[:150]
+        mine = (None, f"{type(exception).__name__}: {text}")
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     failed = [m for m in everyone if m[0] is None]
@@ -471,10 +479,11 @@ def rank_main(rank: int, world: int, store: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("joint", "one", "tensor"))
     rows = {
         f"{kind} + {wrapper}": life(kind, wrapper, mesh)
-        for kind in ("A plain", "B subclass", "C DTensor")
+        for kind in ("A plain", "B subclass", "C DTensor", "D root mesh")
         for wrapper in ("DDP", "FSDP2", "HSDP")
     }
-    even = distribute_tensor(full_parameters()["qkv"], mesh["tensor"], [Shard(0)])
+    qkv = full_parameters()["qkv"]
+    even = distribute_tensor(qkv, mesh["tensor"], [Shard(0)])
     if rank == 0:
         show(rows)
         print(f"distribute_tensor gives {even.to_local().shape[0]} rows; by heads rank 0 owns 24.")
