@@ -1,9 +1,9 @@
 """Checks the managed-parameter rule of ADR 0002: a plain average over data x domain can be exact.
 
-Run: ``python docs/adr/spikes/managed_gradients.py`` (4 gloo CPU ranks: 2 data, 2 domain). Tokens are
-split unevenly over the domain (5 + 2). DDP and FSDP2 average over the joint mesh; a use of a managed
-leaf in a split computation multiplies its gradient by the domain size. Figures: largest relative
-difference of any gradient from one process, over all ranks.
+Run: ``python docs/adr/spikes/managed_gradients.py`` (4 gloo CPU ranks: 2 data, 2 domain).
+Tokens are split unevenly over the domain (5 + 2). DDP and FSDP2 average over the joint mesh; a use
+of a managed leaf in a split computation multiplies its gradient by the domain size. Figures:
+largest relative difference of any gradient from one process, over all ranks.
 """
 
 import tempfile

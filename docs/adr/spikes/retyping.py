@@ -1,7 +1,7 @@
 """Checks the claims of ADR 0001: a sharded tensor can be its local shard, retyped.
 
-Run: ``python docs/adr/spikes/retyping.py`` (one process, under a minute). Prints one row a claim and
-the price of an operation; exits 1 if a claim does not hold. Self-contained: no shardfield import.
+Run: ``python docs/adr/spikes/retyping.py`` (one process, under a minute). Prints one row a claim
+and the price of an operation; exits 1 if a claim does not hold. Imports torch only.
 """
 
 import copy
@@ -82,7 +82,7 @@ LEAF_STATE |= {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}
 
 
 def on_leaf(func, x: Traced, *args):
-    """State of the leaf: on the kept tensor, then link `x`; where nothing is kept, on `x` itself."""
+    """Leaf state: on the kept tensor, then link `x`; where nothing is kept, on `x` itself."""
     kept = x._local
     with torch._C.DisableTorchFunctionSubclass():
         out = func(x if kept is None else kept, *args)
@@ -93,7 +93,7 @@ def on_leaf(func, x: Traced, *args):
 
 
 class PassThrough(torch.autograd.Function):
-    """What FSDP2's RegisterPostBackwardFunction and reentrant checkpointing do: return the inputs."""
+    """What FSDP2's RegisterPostBackwardFunction does: return the inputs."""
 
     @staticmethod
     def forward(ctx, *inputs):

@@ -1,8 +1,9 @@
 """How should a parameter that is itself split be stored? Evidence for ADR 0002.
 
 Run: ``python docs/adr/spikes/split_parameters.py`` (4 gloo CPU ranks: 2 data x domain, 2 tensor).
-A fused QKV weight of 3 heads, split by heads over 2 tensor ranks (2 + 1), is stored in each candidate
-way, wrapped by DDP or FSDP2 and taken through a training life; every figure is against one process.
+A fused QKV weight of 3 heads, split by heads over 2 tensor ranks (2 + 1), is stored in each
+candidate way, wrapped by DDP or FSDP2 and taken through a training life; every figure is against
+one process. FSDP2 wraps over 2 ranks, HSDP over 2 x 1 (replicated, as DDP is).
 FSDP2 and DCP print the stacks of the failures that the table names: add ``2>/dev/null``.
 """
 
