@@ -103,7 +103,7 @@ def windowed(
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
         return wrap(nothing(plan.layout.local_shape, (block, *ties)), plan.layout)
-    if torch.compiler.is_compiling() or block is local:
+    if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
         keep = rebuilt(local, block, plan.steps)
