@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from types import ModuleType
@@ -133,7 +133,9 @@ class RankPool:
         call = Call(self._number, list(sys.path), function, limit / 2)
         payload = pickle.dumps(call)
         for pipe in self._calls:
-            pipe.send_bytes(payload)
+            # A rank that is dead already is found dead while its answer is collected.
+            with suppress(BrokenPipeError):
+                pipe.send_bytes(payload)
         replies, failures = self._collect(limit)
         _warn_again(replies)
         failures |= {
@@ -257,8 +259,10 @@ def _warn_again(replies: dict[int, Reply]) -> None:
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
+    # The fork server imports from where this process does, an uninstalled checkout included.
+    wanted = _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    saved = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         forkserver.ensure_running()
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import signal
@@ -10,7 +9,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -19,8 +18,10 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from shardfield.mesh import init_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfield import registry
 from shardfield.comm import agreement
 from shardfield.errors import RankFailure
 
@@ -45,8 +46,6 @@ class Rank:
         """`shardfield.init_mesh(**axes)`, made once per pool: process groups are never freed."""
         key = tuple(axes.items())
         if key not in _meshes:
-            from shardfield.mesh import init_mesh
-
             _meshes[key] = init_mesh(device=self.device.type, **axes)
         return _meshes[key]
 
@@ -135,11 +134,7 @@ def serve(
 
 
 def current_operation() -> str | None:
-    """The operation or collective this process is in, as far as the core says."""
-    try:
-        registry = importlib.import_module("shardfield.registry")
-    except ModuleNotFoundError:
-        return agreement.current()
+    """The collective or operation this process is in."""
     return agreement.current() or registry.current_operation()
 
 
@@ -157,13 +152,23 @@ def _run(context: Rank, call: Call) -> Reply:
             failure = Failure(
                 type(error).__name__,
                 str(error),
-                getattr(error, "operation", None) or current_operation(),
+                _operation_of(error),
                 traceback.format_exc(),
                 isinstance(error, RankFailure),
             )
-            agreement.publish(f"raised {failure.kind}: {failure.text.partition(chr(10))[0]}")
+            place = f" in {failure.operation}" if failure.operation else ""
+            first_line = failure.text.partition("\n")[0]
+            agreement.publish(f"raised {failure.kind}{place}: {first_line}")
     seen = [(w.category, str(w.message), w.filename, w.lineno) for w in caught]
     return Reply(value, failure, list(dict.fromkeys(seen)))
+
+
+def _operation_of(error: BaseException) -> str | None:
+    """The operation an exception came out of: the outermost that the registry dispatched."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "shardfield.registry" and "func" in frame.f_locals:
+            return registry.name_of(frame.f_locals["func"])
+    return None
 
 
 def _pack(reply: Reply) -> bytes:
@@ -181,8 +186,11 @@ def _answer(control: Connection, main: int) -> None:
             control.recv_bytes()
         except (EOFError, OSError):
             os._exit(1)
-        stack = traceback.format_stack(sys._current_frames()[main])
-        control.send_bytes(pickle.dumps((current_operation(), "".join(stack))))
+        frames = traceback.extract_stack(sys._current_frames()[main])
+        # What lies below is the interpreter's start and this file.
+        bottom = max(index for index, frame in enumerate(frames) if frame.filename == __file__)
+        stack = "".join(traceback.format_list(frames[bottom + 1 :]))
+        control.send_bytes(pickle.dumps((current_operation(), stack)))
 
 
 def _connect(port: int, timeout: float) -> dist.TCPStore:
