@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardfield.comm.collectives import record_traffic
-from shardfield.distribute import distribute_tensor
-from shardfield.tensor import ShardTensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardfield.comm.collectives import record_traffic
+from shardfield.distribute import distribute_tensor
+from shardfield.tensor import ShardTensor
 from shardfield.testing.cases import Case, Extents, Split
 from shardfield.testing.evaluate import difference, evaluate
 from shardfield.testing.vacuity import CountWork, Work

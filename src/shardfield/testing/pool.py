@@ -260,7 +260,9 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     # The fork server imports from where this process does, an uninstalled checkout included.
-    wanted = _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    wanted = _ENVIRONMENT | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+    }
     saved = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

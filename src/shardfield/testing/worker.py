@@ -18,12 +18,12 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from shardfield.mesh import init_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfield import registry
 from shardfield.comm import agreement
 from shardfield.errors import RankFailure
+from shardfield.mesh import init_mesh
 
 _meshes: dict[tuple, DeviceMesh] = {}
 
@@ -60,7 +60,12 @@ class Rank:
         key = (tuple(ranks), *axes.items())
         if key not in _meshes:
             members = torch.tensor(ranks).reshape(tuple(axes.values()))
-            _meshes[key] = DeviceMesh(self.device.type, members, mesh_dim_names=tuple(axes))
+            mesh = DeviceMesh(self.device.type, members, mesh_dim_names=tuple(axes))
+            if len(axes) > 1:
+                # A layout makes the joint group when it first needs it, which all ranks of the
+                # world must do together; here those outside the mesh would miss it.
+                mesh._flatten("_".join(axes))
+            _meshes[key] = mesh
         return _meshes[key] if self.rank in ranks else None
 
 

@@ -1,0 +1,40 @@
+"""Domain parallelism for unmodified PyTorch models: one sample split over many devices."""
+
+from shardfield import comm, ops
+from shardfield.distribute import (
+    arange,
+    distribute_tensor,
+    from_local,
+    full,
+    linspace,
+    local_slices,
+    ones,
+    zeros,
+)
+from shardfield.errors import LayoutError, RankFailure, ShardfieldError, UnsupportedOperation
+from shardfield.layout import Layout
+from shardfield.mesh import init_mesh
+from shardfield.registry import allow_gather, register
+from shardfield.tensor import ShardTensor
+
+__all__ = [
+    "Layout",
+    "LayoutError",
+    "RankFailure",
+    "ShardTensor",
+    "ShardfieldError",
+    "UnsupportedOperation",
+    "allow_gather",
+    "arange",
+    "comm",
+    "distribute_tensor",
+    "from_local",
+    "full",
+    "init_mesh",
+    "linspace",
+    "local_slices",
+    "ones",
+    "ops",
+    "register",
+    "zeros",
+]

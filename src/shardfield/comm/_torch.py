@@ -1,0 +1,34 @@
+"""Every private name of torch that shardfield relies on, in one place."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.distributed_c10d import (
+    _get_default_store as default_store,
+)
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group as resolve_group,
+)
+from torch.distributed.distributed_c10d import (
+    _set_pg_timeout as set_group_timeout,
+)
+
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+DisableTorchDispatch = torch._C._DisableTorchDispatch
+make_subclass = torch.Tensor._make_subclass
+
+
+def saved_tensor_hooks_in_force():
+    """The (pack, unpack) pair of the innermost `saved_tensors_hooks`, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+__all__ = [
+    "DisableTorchDispatch",
+    "DisableTorchFunction",
+    "default_store",
+    "make_subclass",
+    "resolve_group",
+    "saved_tensor_hooks_in_force",
+    "set_group_timeout",
+]

@@ -1,0 +1,88 @@
+"""The one place where collectives start: counted, named, and guarded against a missing rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed import _functional_collectives as funcol
+
+from shardfield.comm import agreement
+
+
+@dataclass
+class Traffic:
+    """What this rank sent while recording.
+
+    Attributes:
+        collectives: names of the collectives entered, in order.
+        bytes: payload this rank handed to them for other ranks: all-to-all, what leaves this rank;
+            all-reduce, the reduced tensor once; all-gather, this rank's block once.
+        operations: (operation, collective, bytes) of every entry.
+    """
+
+    collectives: list[str] = field(default_factory=list)
+    bytes: int = 0
+    operations: list[tuple[str | None, str, int]] = field(default_factory=list)
+
+
+_recording: list[Traffic] = []
+
+
+@contextmanager
+def record_traffic() -> Iterator[Traffic]:
+    """Counts the collectives of shardfield that this rank enters, eagerly run ones only.
+
+    Example:
+        >>> with shardfield.comm.record_traffic() as traffic:
+        ...     y = model(x)
+        >>> traffic.bytes, traffic.collectives
+    """
+    traffic = Traffic()
+    _recording.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _recording.remove(traffic)
+
+
+def _count(name: str, sent: int, operation: str | None) -> None:
+    for traffic in _recording:
+        traffic.collectives.append(name)
+        traffic.bytes += sent
+        traffic.operations.append((operation, name, sent))
+
+
+def all_reduce(
+    tensor: torch.Tensor, group: str, operation: str | None, reduction: str = "sum"
+) -> torch.Tensor:
+    """A new tensor: `tensor` reduced over `group`."""
+    if torch.compiler.is_compiling():
+        return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), reduction, group))
+    if _recording:
+        _count("all_reduce", tensor.numel() * tensor.element_size(), operation)
+    signature = (tuple(tensor.shape), tensor.dtype, reduction)
+    with agreement.collective("all_reduce", group, operation, signature):
+        return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), reduction, group))
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    group: str,
+    operation: str | None,
+) -> torch.Tensor:
+    """Sends consecutive parts of a 1-D tensor to the ranks of `group`, returns what arrives."""
+    if torch.compiler.is_compiling():
+        return funcol.wait_tensor(
+            funcol.all_to_all_single(tensor, list(receives), list(sends), group)
+        )
+    if _recording:
+        _count("all_to_all", sum(sends) * tensor.element_size(), operation)
+    with agreement.collective("all_to_all", group, operation, tensor.dtype):
+        return funcol.wait_tensor(
+            funcol.all_to_all_single(tensor, list(receives), list(sends), group)
+        )

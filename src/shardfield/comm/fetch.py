@@ -1,0 +1,230 @@
+"""`fetch`: every rank gets the global rows it wants of a split dim. Twice differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from shardfield.comm.collectives import all_to_all
+from shardfield.plan import Exchange, Piece
+
+
+def fetch(
+    local: torch.Tensor,
+    dim: int,
+    plan: Exchange,
+    group: str,
+    fill: float = 0.0,
+    operation: str | None = None,
+) -> torch.Tensor:
+    """Assembles the rows of `dim` that `plan` says this rank wants.
+
+    Args:
+        local: this rank's block, `plan.rows` rows along `dim`.
+        fill: value of rows outside the global tensor.
+
+    Returns:
+        A tensor of `plan.out_rows` rows along `dim`; the other dims as in `local`.
+
+    Comm: one ragged all-to-all over `group` in the forward and one in the backward; none where no
+        rank needs another's rows. Bytes: `plan.sent_rows` rows forward; backward what it received.
+    """
+    if plan.core == 0 and len(plan.pieces) == 1 and plan.silent:
+        return local
+    return _Fetch.apply(local, dim, plan, group, fill, operation)
+
+
+def _shaped(like: torch.Tensor, dim: int, rows: int) -> list[int]:
+    shape = list(like.shape)
+    shape[dim] = rows
+    return shape
+
+
+def _send_slabs(
+    slabs: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    dim: int,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    group: str,
+    operation: str | None,
+) -> list[torch.Tensor | None]:
+    """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank."""
+    row = prod(size for index, size in enumerate(like.shape) if index != dim)
+    parts = [slab.reshape(-1) for slab in slabs]
+    if not parts:
+        flat = like.new_empty(0)
+    else:
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    counts = [rows * row for rows in receives]
+    arrived = all_to_all(flat, counts, [rows * row for rows in sends], group, operation)
+    blocks = arrived.split(counts)
+    return [
+        block.view(_shaped(like, dim, rows)) if rows else None
+        for block, rows in zip(blocks, receives, strict=True)
+    ]
+
+
+def _take(source: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:
+    part = source.narrow(dim, piece.start, piece.rows)
+    if piece.step == -1:
+        return part.flip(dim)
+    if piece.step == 0:
+        return part.expand(_shaped(part, dim, piece.length))
+    return part
+
+
+def _put(grad: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:
+    """The adjoint of `_take`, for the rows it took."""
+    if piece.step == -1:
+        return grad.flip(dim)
+    if piece.step == 0:
+        return grad.sum(dim, keepdim=True)
+    return grad
+
+
+def _counts(slabs: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    return [sum(length for _, length in part) for part in slabs]
+
+
+def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tensor:
+    arrived: list[torch.Tensor | None] = []
+    if not plan.silent:
+        slabs = [local.narrow(dim, at, length) for part in plan.sends for at, length in part]
+        arrived = _send_slabs(
+            slabs, local, dim, _counts(plan.sends), plan.receives, group, operation
+        )
+    present = [block for block in arrived if block is not None]
+    received = None
+    if present:
+        received = present[0] if len(present) == 1 else torch.cat(present, dim)
+    parts = []
+    for piece in plan.pieces:
+        if piece.source == "fill":
+            parts.append(local.new_full(_shaped(local, dim, piece.length), fill))
+        else:
+            source = local if piece.source == "local" else received
+            assert source is not None
+            parts.append(_take(source, dim, piece))
+    if not parts:
+        return local.new_empty(_shaped(local, dim, 0))
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(parts, dim)
+
+
+def slabs_of(
+    block: torch.Tensor, steps: Sequence[tuple[int, Exchange]]
+) -> list[list[torch.Tensor]]:
+    """Copies of the pieces of an assembled block that did not come from the local block.
+
+    Args:
+        block: what fetches along the dims of `steps`, one after the other, returned.
+
+    Returns:
+        For every step, its slabs in order, as wide as the block was after that step.
+    """
+    found: list[list[torch.Tensor]] = []
+    for dim, plan in reversed(steps):
+        at, row = 0, []
+        for piece in plan.pieces:
+            if piece.source != "local":
+                row.append(block.narrow(dim, at, piece.length).clone())
+            at += piece.length
+        found.append(row)
+        # Earlier steps see the block without this step's slabs: its local pieces only.
+        block = _inner(block, dim, plan)
+    return found[::-1]
+
+
+def _inner(block: torch.Tensor, dim: int, plan: Exchange) -> torch.Tensor:
+    """A block of the rows before a step; rows the step dropped are taken as uninitialised."""
+    if plan.core is not None:
+        at = sum(piece.length for piece in plan.pieces[: plan.core])
+        return block.narrow(dim, at, plan.rows)
+    shape = _shaped(block, dim, plan.rows)
+    inner = block.new_empty(shape)
+    at = 0
+    for piece in plan.pieces:
+        if piece.source == "local":
+            part = block.narrow(dim, at, piece.length)
+            part = part.narrow(dim, 0, 1) if piece.step == 0 else part
+            part = part.flip(dim) if piece.step == -1 else part
+            inner.narrow(dim, piece.start, piece.rows).copy_(part)
+        at += piece.length
+    return inner
+
+
+def reassemble(
+    local: torch.Tensor, dim: int, plan: Exchange, slabs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The assembled block from the local one and the slabs of one step."""
+    slabs = list(slabs)
+    parts = [
+        _take(local, dim, piece) if piece.source == "local" else slabs.pop(0)
+        for piece in plan.pieces
+    ]
+    return torch.cat(parts, dim)
+
+
+def _scatter_add(grad, dim, plan: Exchange, group, operation) -> torch.Tensor:
+    """The adjoint of `_assemble`: hands every row's gradient back to its owner, who adds."""
+    at, pieces = 0, []
+    for piece in plan.pieces:
+        pieces.append((piece, grad.narrow(dim, at, piece.length)))
+        at += piece.length
+    returned: list[torch.Tensor | None] = []
+    if not plan.silent:
+        received = sorted(
+            (pair for pair in pieces if pair[0].source == "received"), key=lambda p: p[0].start
+        )
+        slabs = [_put(part, dim, piece) for piece, part in received]
+        returned = _send_slabs(
+            slabs, grad, dim, plan.receives, _counts(plan.sends), group, operation
+        )
+    if plan.core is not None:
+        total = pieces[plan.core][1].clone(memory_format=torch.contiguous_format)
+    else:
+        total = grad.new_zeros(_shaped(grad, dim, plan.rows))
+    for index, (piece, part) in enumerate(pieces):
+        if piece.source == "local" and index != plan.core:
+            total.narrow(dim, piece.start, piece.rows).add_(_put(part, dim, piece))
+    for slabs, block in zip(plan.sends, returned, strict=False):
+        at = 0
+        for start, length in slabs:
+            assert block is not None
+            total.narrow(dim, start, length).add_(block.narrow(dim, at, length))
+            at += length
+    return total
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, dim, plan, group, fill, operation):
+        ctx.dim, ctx.plan, ctx.group, ctx.operation = dim, plan, group, operation
+        out = _assemble(local, dim, plan, group, fill, operation)
+        # A saved token, packed after the communication: a recomputation that stops at its last
+        # saved tensor has then entered every collective the forward entered, on every rank.
+        ctx.save_for_backward(local.new_empty(0))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        out = _FetchAdjoint.apply(grad, ctx.dim, ctx.plan, ctx.group, ctx.operation)
+        return out, None, None, None, None, None
+
+
+class _FetchAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad, dim, plan, group, operation):
+        ctx.dim, ctx.plan, ctx.group, ctx.operation = dim, plan, group, operation
+        name = None if operation is None else f"backward of {operation}"
+        return _scatter_add(grad, dim, plan, group, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = _Fetch.apply(grad, ctx.dim, ctx.plan, ctx.group, 0.0, ctx.operation)
+        return out, None, None, None, None

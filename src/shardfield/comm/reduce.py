@@ -1,0 +1,140 @@
+"""Sums over mesh axes and their adjoints, and gathers of what every rank wants whole."""
+
+from __future__ import annotations
+
+import torch
+
+from shardfield.comm.collectives import all_reduce
+from shardfield.comm.fetch import _assemble
+from shardfield.plan import Exchange, Run
+
+
+def reduce_sum(
+    partial: torch.Tensor, groups: tuple[str, ...], operation: str | None = None
+) -> torch.Tensor:
+    """Partial sums of the ranks of `groups` -> their sum, the same on every rank.
+
+    Comm: one all-reduce per group forward, none backward.
+    """
+    if not groups:
+        return partial
+    return _Reduce.apply(partial, groups, operation)
+
+
+def use(
+    value: torch.Tensor, groups: tuple[str, ...], operation: str | None = None
+) -> torch.Tensor:
+    """A replicated value about to meet split operands: identity, its gradient is summed.
+
+    Comm: none forward, one all-reduce per group backward.
+    """
+    if not groups:
+        return value
+    return _Use.apply(value, groups, operation)
+
+
+def scale_gradient(value: torch.Tensor, factor: int) -> torch.Tensor:
+    """Identity whose gradient is multiplied by `factor` (managed parameters, see parallelize)."""
+    return value if factor == 1 else _ScaleGradient.apply(value, factor)
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial, groups, operation):
+        ctx.groups, ctx.operation = groups, operation
+        for group in groups:
+            partial = all_reduce(partial, group, operation)
+        ctx.save_for_backward(partial.new_empty(0))  # see _Fetch.forward
+        return partial
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        return _Use.apply(grad, ctx.groups, ctx.operation), None, None
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, groups, operation):
+        ctx.groups, ctx.operation = groups, operation
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        name = None if ctx.operation is None else f"backward of {ctx.operation}"
+        return _Reduce.apply(grad, ctx.groups, name), None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, factor):
+        ctx.factor = factor
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class _Gather(torch.autograd.Function):
+    """Split -> replicated. The gradient of a replicated value is replicated: each takes its part."""
+
+    @staticmethod
+    def forward(ctx, local, dim, runs, plan, group, operation):
+        ctx.saved = dim, runs, plan, group, operation
+        out = _assemble(local, dim, plan, group, 0.0, operation)
+        ctx.save_for_backward(local.new_empty(0))  # see _Fetch.forward
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        return _Slice.apply(grad, *ctx.saved), None, None, None, None, None
+
+
+class _Slice(torch.autograd.Function):
+    """Replicated -> split, with a gradient that is gathered: the adjoint of `_Gather`."""
+
+    @staticmethod
+    def forward(ctx, value, dim, runs, plan, group, operation):
+        ctx.saved = dim, runs, plan, group, operation
+        parts = [value.narrow(dim, start, stop - start) for start, stop in runs]
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, *ctx.saved), None, None, None, None, None
+
+
+def gather(
+    local: torch.Tensor,
+    dim: int,
+    runs: tuple[Run, ...],
+    plan: Exchange,
+    group: str,
+    operation: str | None = None,
+) -> torch.Tensor:
+    """The whole dim on every rank.
+
+    Args:
+        runs: global rows this rank holds.
+        plan: exchange in which every rank wants every row.
+
+    Comm: one ragged all-to-all forward, none backward.
+    """
+    return _Gather.apply(local, dim, runs, plan, group, operation)
+
+
+def shard(
+    value: torch.Tensor,
+    dim: int,
+    runs: tuple[Run, ...],
+    plan: Exchange,
+    group: str,
+    operation: str | None = None,
+) -> torch.Tensor:
+    """This rank's rows of a replicated value; arguments as in `gather`.
+
+    Comm: none forward, one ragged all-to-all backward.
+    """
+    return _Slice.apply(value, dim, runs, plan, group, operation)

@@ -1,0 +1,5 @@
+"""One family of operations a file; importing this package registers them all."""
+
+from shardfield.ops import conv, pointwise
+
+__all__ = ["conv", "pointwise"]

@@ -1,0 +1,160 @@
+"""Convolutions, plain and transposed, of every stride, padding, dilation, groups and kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from shardfield.layout import Layout
+from shardfield.plan import transposed_window, window
+from shardfield.registry import register, unsupported
+from shardfield.tensor import ShardTensor
+from shardfield.windowed import WindowPlan, window_plan, windowed
+
+
+def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """One number per spatial dim, as torch spreads them."""
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding == "same":
+        reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((r // 2, r - r // 2) for r in reach)
+    return tuple((p, p) for p in _each(padding, len(kernel)))
+
+
+@torch._dynamo.assume_constant_result
+def _check(op, layout: Layout, dims: int) -> int:
+    """Number of leading dims before the spatial ones; refuses what has no exact plan."""
+    lead = len(layout.dims) - dims
+    shape = f"{op.__name__} of an input with {len(layout.dims)} dims"
+    if lead not in (1, 2):
+        raise unsupported(op, shape)
+    if layout.is_split(lead - 1):
+        raise unsupported(op, f"its channels (dim {lead - 1}) are split")
+    for dim in range(lead, len(layout.dims)):
+        if layout.contiguous(dim) is None:
+            raise unsupported(op, f"dim {dim} is not held in contiguous ranges")
+    return lead
+
+
+def _extents(layout: Layout, dim: int) -> tuple[int, ...]:
+    return layout.extents(dim) or (layout.shape[dim],)
+
+
+@torch._dynamo.assume_constant_result
+def _conv_plan(layout: Layout, lead, out_channels, kernel, stride, padding, dilation) -> WindowPlan:
+    plans = {
+        lead + i: window(_extents(layout, lead + i), k, stride[i], padding[i], dilation[i])
+        for i, k in enumerate(kernel)
+    }
+    for plan in plans.values():
+        if plan.size <= 0:
+            raise RuntimeError(
+                f"Kernel size {tuple(kernel)} can't be greater than the padded input size "
+                f"(input {layout.shape}, padding {padding})"
+            )
+    return window_plan(layout, plans, (lead - 1, out_channels))
+
+
+@register(F.conv1d, F.conv2d, F.conv3d)
+def conv(
+    op, input: ShardTensor, weight, bias=None, stride=1, padding=0, dilation=1, groups=1
+) -> ShardTensor:
+    """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+    dims = weight.dim() - 2
+    kernel = tuple(weight.shape[2:])
+    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    lead = _check(op, input.layout, dims)
+    pads = _padding(padding, kernel, dilation)
+    plan = _conv_plan(input.layout, lead, weight.shape[0], kernel, stride, pads, dilation)
+    if plan.steps:
+        rest = [(0, 0) if lead + i in plan.moved else pad for i, pad in enumerate(pads)]
+        padding = _uneven(rest)
+
+    def act(block):
+        if padding is None:  # "same" with an even reach: torch pads the odd row itself
+            flat = [n for pair in reversed(rest) for n in pair]
+            return op(F.pad(block, flat), weight, bias, stride, 0, dilation, groups)
+        return op(block, weight, bias, stride, padding, dilation, groups)
+
+    return windowed(input, plan, act, 0.0, (weight, bias))
+
+
+def _uneven(pads: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
+    """Symmetric padding as torch's argument; None if some side differs."""
+    if any(before != after for before, after in pads):
+        return None
+    return tuple(before for before, _ in pads)
+
+
+@torch._dynamo.assume_constant_result
+def _transposed_plan(
+    layout: Layout, lead, out_channels, kernel, stride, padding, output_padding, dilation
+) -> tuple[WindowPlan, tuple[int, ...], tuple[int, ...]]:
+    """The plan, and the padding and output padding of the local call."""
+    plans = {
+        lead + i: transposed_window(
+            _extents(layout, lead + i), k, stride[i], padding[i], output_padding[i], dilation[i]
+        )
+        for i, k in enumerate(kernel)
+    }
+    for plan in plans.values():
+        if plan.size <= 0:
+            raise RuntimeError(f"transposed convolution of {layout.shape} has no output")
+    whole = window_plan(layout, plans, (lead - 1, out_channels))
+    pads, extras, crops = list(padding), list(output_padding), []
+    for step, crop in zip(whole.steps, whole.crops, strict=True):
+        i = step.dim - lead
+        assert crop is not None
+        rows = (step.plan.out_rows - 1) * stride[i] + dilation[i] * (kernel[i] - 1) + 1
+        start, length = crop[0], crop[1] - crop[0]
+        extra = max(0, start + length - rows)
+        # torch's own padding drops rows on both sides for free; narrow drops the rest.
+        both = max(0, min(start, rows - start - length)) if not extra else 0
+        pads[i], extras[i] = both, extra
+        crops.append((start - both, length))
+    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops))
+    return plan, tuple(pads), tuple(extras)
+
+
+@register(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def conv_transpose(
+    op,
+    input: ShardTensor,
+    weight,
+    bias=None,
+    stride=1,
+    padding=0,
+    output_padding=0,
+    groups=1,
+    dilation=1,
+) -> ShardTensor:
+    """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+    dims = weight.dim() - 2
+    kernel = tuple(weight.shape[2:])
+    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    padding, output_padding = _each(padding, dims), _each(output_padding, dims)
+    lead = _check(op, input.layout, dims)
+    plan, pads, extras = _transposed_plan(
+        input.layout,
+        lead,
+        weight.shape[1] * groups,
+        kernel,
+        stride,
+        padding,
+        output_padding,
+        dilation,
+    )
+
+    def act(block):
+        return op(block, weight, bias, stride, pads, extras, groups, dilation)
+
+    return windowed(input, plan, act, 0.0, (weight, bias))

@@ -1,0 +1,237 @@
+"""Which handler answers which torch function, and how one is added."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from shardfield.comm.reduce import scale_gradient, use
+from shardfield.errors import UnsupportedOperation
+from shardfield.layout import Layout
+from shardfield.tensor import ShardTensor, install_dispatch, local_of, wrap
+
+log = logging.getLogger("shardfield")
+Handler = Callable[..., Any]
+
+_handlers: dict[Any, Handler] = {}
+_fallbacks: list[Callable[[Any], Handler | None]] = []
+_compiling = torch.compiler.is_compiling
+
+
+class _State:
+    operation: str | None = None
+    gathering: int = 0
+
+
+_state = _State()
+
+
+def current_operation() -> str | None:
+    """Name of the torch function a ShardTensor is in, for messages; None outside."""
+    return _state.operation
+
+
+def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]:
+    """Registers the handler of torch functions, custom ops or methods.
+
+    The handler is called as `handler(op, *args, **kwargs)` with `op` the function that was called
+    and the caller's arguments, so its signature is that of the functions it serves. It computes
+    local blocks with `op` on plain tensors (`x.to_local()`) and wraps what comes out.
+
+    Args:
+        functions: what the user calls: `F.conv2d`, `torch.Tensor.sum`, `torch.ops.my.op`.
+        uses: pass operands that are replicated where others are split through `Use`, so that
+            their gradients are summed over those mesh axes. False for handlers of one tensor.
+
+    Raises:
+        ValueError: one of the functions has a handler already.
+    """
+
+    def decorate(handler: Handler) -> Handler:
+        entry = _summing(handler) if uses else handler
+        for function in functions:
+            if function in _handlers:
+                raise ValueError(f"{name_of(function)} has a handler already")
+            _handlers[function] = entry
+        return handler
+
+    return decorate
+
+
+def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler | None]:
+    """Registers a rule that finds handlers for whole classes of functions, tried in turn."""
+    _fallbacks.append(find)
+    return find
+
+
+@torch._dynamo.assume_constant_result
+def handler_of(function: Any) -> Handler:
+    """The handler of a torch function; one that refuses if there is none."""
+    found = _handlers.get(function)
+    if found is None:
+        for find in _fallbacks:
+            found = find(function)
+            if found is not None:
+                break
+        else:
+            found = _refuse
+        _handlers[function] = found
+    return found
+
+
+def _refuse(op, *args, **kwargs):
+    raise unsupported(op, "no handler is registered for it", args=(args, kwargs))
+
+
+def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", args: Any = ()):
+    """The error of an operation that has no exact sharded form here."""
+    layouts = "; ".join(f"ShardTensor {x.layout}" for x in _shard_tensors(args))
+    fix = fix or "x.redistribute(...) or x.full_tensor() first, or `with allow_gather():`"
+    return UnsupportedOperation(f"{name_of(op)} on {layouts or 'a ShardTensor'}", rule, fix, docs)
+
+
+def name_of(function: Any) -> str:
+    """A function's name as the user wrote it: `conv2d`, `Tensor.view`."""
+    name = getattr(function, "__name__", None) or str(function)
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        return f"Tensor.{getattr(owner, '__name__', owner)}"
+    return name
+
+
+def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Entry of every torch function that meets a ShardTensor."""
+    if _compiling():
+        return handler_of(func)(func, *args, **kwargs)
+    handler = _handlers.get(func) or handler_of(func)
+    outer, _state.operation = _state.operation, getattr(func, "__name__", None)
+    try:
+        return handler(func, *args, **kwargs)
+    except UnsupportedOperation:
+        if not _state.gathering:
+            raise
+        return _gather_and_compute(func, args, kwargs)
+    finally:
+        _state.operation = outer
+
+
+install_dispatch(dispatch)
+
+
+# --- Gradients of replicated operands ---------------------------------------------------------------
+
+
+def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:
+    """A plain operand, replicated over `axes`, on its way into a computation split over them.
+
+    Its gradient is summed over those axes; that of a parameter which `parallelize` manages is
+    multiplied, so that the wrapper's average over data and domain is exact.
+    """
+    if not axes or not value.requires_grad:
+        return value
+    if getattr(value, "_shardfield_managed", None) is not None:
+        return scale_gradient(value, layout.mesh.size(axes))
+    groups = groups_of(layout, axes)
+    return use(value, groups, _state.operation if not _compiling() else None)
+
+
+def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Process groups of mesh axes; axes of one rank need none."""
+    mesh = layout.mesh
+    return tuple(mesh.group((axis,)) for axis in axes if mesh.size((axis,)) > 1)
+
+
+def split_axes(tensors: list) -> tuple[str, ...]:
+    """Mesh axes over which a computation on these ShardTensors is split."""
+    first = tensors[0]._layout
+    axes = first.split_axes
+    for x in tensors:
+        layout = x._layout
+        if layout is not first and layout.split_axes != axes:
+            union = {*axes, *layout.split_axes}
+            axes = tuple(axis for axis in first.mesh.names if axis in union)
+    return axes
+
+
+def _shard_tensors(values: Any) -> list:
+    found = []
+    if isinstance(values, dict):
+        values = values.values()
+    for value in values:
+        if isinstance(value, ShardTensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found += _shard_tensors(value)
+    return found
+
+
+def _summing(handler: Handler) -> Handler:
+    def call(op, *args, **kwargs):
+        tensors = _shard_tensors(args)
+        if kwargs:
+            tensors += _shard_tensors(kwargs)
+        if not tensors:
+            return handler(op, *args, **kwargs)
+        axes = split_axes(tensors)
+        layout = tensors[0]._layout
+        args = tuple([_used_in(value, axes, layout) for value in args])
+        if kwargs:
+            kwargs = {key: _used_in(value, axes, layout) for key, value in kwargs.items()}
+        return handler(op, *args, **kwargs)
+
+    call.__name__ = getattr(handler, "__name__", "handler")
+    return call
+
+
+def _used_in(value: Any, axes: tuple[str, ...], layout: Layout) -> Any:
+    if isinstance(value, ShardTensor):
+        own = value._layout.split_axes
+        if own == axes:
+            return value
+        missing = tuple(axis for axis in axes if axis not in own)
+        return wrap(used(local_of(value), missing, layout), value._layout)
+    if isinstance(value, torch.Tensor):
+        return used(value, axes, layout)
+    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+        return type(value)([_used_in(v, axes, layout) for v in value])
+    return value
+
+
+# --- Opting in to gather ------------------------------------------------------------------------------
+
+
+@contextmanager
+def allow_gather() -> Iterator[None]:
+    """Inside, an unsupported operation gathers its operands whole and computes on every rank.
+
+    The result is a plain, replicated tensor; each such call is logged with its bytes. Memory and
+    time are those of one process: meant for small tensors and first experiments.
+    """
+    _state.gathering += 1
+    try:
+        yield
+    finally:
+        _state.gathering -= 1
+
+
+def _gather_and_compute(func, args, kwargs):
+    name = name_of(func)
+    if name.endswith("_") and not name.endswith("__"):
+        raise unsupported(func, "an in-place result cannot be gathered", args=(args, kwargs))
+    total = 0
+
+    def whole(value):
+        nonlocal total
+        if isinstance(value, ShardTensor):
+            total += value.numel() * value.element_size()
+            return value.full_tensor()
+        return value
+
+    args, kwargs = tree_map(whole, args), tree_map(whole, kwargs)
+    log.warning("%s: gathered %d bytes on every rank (allow_gather)", name, total)
+    return func(*args, **kwargs)

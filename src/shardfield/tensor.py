@@ -1,0 +1,379 @@
+"""`ShardTensor`: the local shard of a global tensor, retyped, plus its layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardfield.comm._torch import DisableTorchDispatch, DisableTorchFunction, make_subclass
+from shardfield.errors import LayoutError, UnsupportedOperation
+from shardfield.layout import Layout
+
+Tensor = torch.Tensor
+_as_subclass = torch.Tensor.as_subclass
+_grad_enabled = torch.is_grad_enabled
+_compiling = torch.compiler.is_compiling
+
+
+def _dispatch(func, args, kwargs):
+    """Replaced by the registry, which knows the handlers."""
+    raise RuntimeError("shardfield.registry is not imported")
+
+
+def install_dispatch(dispatch) -> None:
+    """Names the function that answers torch functions called with a ShardTensor."""
+    global _dispatch
+    _dispatch = dispatch
+
+
+class ShardTensor(torch.Tensor):
+    """A global tensor of which every rank holds one shard.
+
+    Operations mean what they mean on the whole tensor; see docs. Made by `distribute_tensor`,
+    `from_local`, the factories, and operations on other ShardTensors.
+
+    Attributes:
+        shape: global shape.
+        layout: which rank holds what (`shardfield.Layout`, not torch's memory layout).
+
+    Example:
+        >>> mesh = shardfield.init_mesh(domain=1)
+        >>> x = shardfield.distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        >>> x.sum().item()
+        24.0
+    """
+
+    # In grad mode `_local` is the plain tensor this object is a view of; operations use it. Under
+    # no_grad it is None and operations take a fresh alias: keeping an alias of the object on the
+    # object would be a reference cycle that the collector cannot free.
+    _local: Tensor | None = None
+    _layout: Layout
+    _moved: bool = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return _dispatch(func, args, kwargs or {})
+
+    # --- What a tensor says of itself: global, from the layout --------------------------------
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """Which rank holds what."""
+        return self._layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return torch.Size(self._layout.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return len(self._layout.dims)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self._layout.dims)
+
+    def ndimension(self) -> int:
+        """Number of dims."""
+        return len(self._layout.dims)
+
+    def size(self, dim: int | None = None):  # type: ignore[override]
+        """Global shape, or the global size of one dim."""
+        return self.shape if dim is None else self._layout.shape[dim]
+
+    def numel(self) -> int:
+        """Global number of elements."""
+        return self.shape.numel()
+
+    def nelement(self) -> int:
+        """Global number of elements."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        if not self._layout.dims:
+            raise LayoutError("len() of a 0-d tensor", "a 0-d tensor has no length")
+        return self._layout.shape[0]
+
+    def __iter__(self):
+        return iter(self.unbind(0))
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One torch placement per axis of the root mesh; the sizes are in `layout`."""
+        found: dict[str, Placement] = {}
+        for index in range(len(self._layout.dims)):
+            found |= dict.fromkeys(self._layout.axes(index), Shard(index))
+        return tuple(found.get(axis, Replicate()) for axis in self._layout.mesh.names)
+
+    @property
+    def device_mesh(self):
+        """The root DeviceMesh whose axes the layout names."""
+        return self._layout.mesh.device_mesh
+
+    # --- Autograd's attributes live on the plain tensor ----------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients flow to this tensor."""
+        return local_of(self).requires_grad if self._local is None else self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
+        """In place, as in torch."""
+        if self._local is None:
+            with DisableTorchFunction():
+                super().requires_grad_(requires_grad)
+            return self
+        self._local.requires_grad_(requires_grad)
+        if requires_grad and not _compiling():
+            # Link this view to its base, so that C++ callers that see only this object (FSDP2's
+            # hooks, autograd.Function) find the way to the plain tensor.
+            torch.autograd.graph.increment_version(self._local)
+            with DisableTorchFunction():
+                _ = super().grad_fn
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient, a ShardTensor of the same layout."""
+        if self._local is not None:
+            grad = self._local.grad
+        else:
+            with DisableTorchFunction():
+                grad = super().grad
+        if grad is None or isinstance(grad, ShardTensor):
+            return grad
+        return wrap(grad, self._layout)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            if not isinstance(value, ShardTensor) or value._layout is not self._layout:
+                raise LayoutError(
+                    f"setting .grad of {describe(self)} to {describe(value)}",
+                    "a gradient has the layout of its tensor",
+                    "use grad.redistribute(...) or None",
+                    "layout",
+                )
+            value = local_of(value)
+        if self._local is not None:
+            self._local.grad = value
+        else:
+            with DisableTorchFunction():
+                torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def grad_fn(self):  # type: ignore[override]
+        """Node that made the plain tensor."""
+        if self._local is not None:
+            return self._local.grad_fn
+        with DisableTorchFunction():
+            return super().grad_fn
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the user made this tensor."""
+        if self._local is not None:
+            return self._local.is_leaf
+        with DisableTorchFunction():
+            return super().is_leaf
+
+    def retain_grad(self) -> None:
+        """Keeps `.grad` of a tensor that is not a leaf."""
+        _kept(self, "retain_grad").retain_grad()
+
+    def register_hook(self, hook):
+        """Calls `hook` with the gradient, a ShardTensor; what it returns replaces the gradient."""
+        layout = self._layout
+
+        def on_local(grad):
+            replaced = hook(wrap(grad, layout))
+            return None if replaced is None else local_of(replaced)
+
+        return _kept(self, "register_hook").register_hook(on_local)
+
+    def register_post_accumulate_grad_hook(self, hook):
+        """Calls `hook` with this tensor once its `.grad` has been accumulated."""
+        return _kept(self, "register_post_accumulate_grad_hook").register_post_accumulate_grad_hook(
+            lambda _: hook(self)
+        )
+
+    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
+        """As `torch.Tensor.backward`; a sharded tensor needs a `gradient` of its layout."""
+        if not isinstance(gradient, ShardTensor) or gradient._layout is not self._layout:
+            raise LayoutError(
+                f"backward() of {describe(self)} with gradient {describe(gradient)}",
+                "the gradient of a sharded tensor is a ShardTensor of the same layout",
+                "reduce to a scalar loss first, or pass gradient=shardfield.ones(...)",
+                "layout",
+            )
+        if inputs is not None:
+            inputs = [local_of(i) if isinstance(i, ShardTensor) else i for i in inputs]
+        local_of(self).backward(local_of(gradient), retain_graph, create_graph, inputs)
+
+    # --- To and from the local part --------------------------------------------------------------
+
+    def to_local(self) -> Tensor:
+        """This rank's shard, a plain tensor connected to this one in autograd."""
+        return local_of(self)
+
+    def full_tensor(self, dst: int | None = None) -> Tensor | None:
+        """The whole tensor, plain: on every rank, or only on rank `dst` of its replica group.
+
+        Args:
+            dst: rank along the axes the tensor is split over (row-major); the others get None.
+                The result for one rank only is detached.
+
+        Comm: one all-to-all per split dim; bytes per rank, its shard to every rank that wants it.
+        """
+        from shardfield.distribute import full_tensor
+
+        return full_tensor(self, dst)
+
+    def redistribute(self, placements=None, sizes=None) -> Tensor:
+        """The same global tensor in another layout; plain if nothing is split any more.
+
+        Args:
+            placements: one per axis of the root mesh (or per axis other than `data`); default,
+                the present ones.
+            sizes: rows of every rank along the axis, or a dict of them by axis name; default, as
+                `torch.chunk` cuts.
+
+        Comm: see `shardfield.comm.move`.
+        """
+        from shardfield.distribute import redistribute
+
+        return redistribute(self, placements, sizes)
+
+    # --- Python protocol ----------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
+        local = local_of(self)
+        grad = ", requires_grad=True" if local.requires_grad else ""
+        return (
+            f"ShardTensor({self._layout}, dtype={local.dtype}, device={local.device}{grad},\n"
+            f"  local={local.detach()})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else object.__format__(self, spec)
+
+    def __deepcopy__(self, memo):
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only ShardTensors created by the user (leaves) can be deep-copied")
+        copied = leaf(local_of(self).detach().clone(), self._layout, self.requires_grad)
+        if self.grad is not None:
+            copied.grad = self.grad.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        # The clone keeps a shard that is a view from dragging its base's storage along.
+        local = local_of(self).detach()
+        if local.untyped_storage().nbytes() != local.numel() * local.element_size():
+            local = local.clone()
+        return leaf, (local, self._layout, self.requires_grad)
+
+    @property
+    def data(self) -> ShardTensor:  # type: ignore[override]
+        """The same values, detached."""
+        return wrap(local_of(self).detach(), self._layout)
+
+    @data.setter
+    def data(self, value) -> None:
+        raise UnsupportedOperation(
+            f"assigning .data of {describe(self)}",
+            "a shard and its layout change together",
+            "use copy_ under torch.no_grad()",
+            "in-place",
+        )
+
+
+class EagerShardTensor(ShardTensor):
+    """What ShardTensors are outside compiled code: whatever no handler caught is an error."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in _HARMLESS:
+            with DisableTorchFunction(), DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+        raise UnsupportedOperation(
+            f"{func} reached a local shard without passing a shardfield handler",
+            "code that bypasses torch's Python functions would compute a local result",
+            "register a handler (shardfield.register), or call x.to_local() on purpose",
+            "tripwire",
+        )
+
+
+_HARMLESS = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+EagerShardTensor.__name__ = EagerShardTensor.__qualname__ = "ShardTensor"
+EagerShardTensor.__module__ = ShardTensor.__module__
+
+# Stands in as the C++ side of a ShardTensor whose local part is itself a subclass that cannot be
+# retyped (FakeTensor): simulation only, nothing reads it.
+_CARRIER = torch.empty(0)
+
+
+def wrap(local: Tensor, layout: Layout) -> ShardTensor:
+    """Retypes this rank's shard. No copy, no communication, autograd flows through `local`."""
+    if _compiling():
+        x = _as_subclass(local, ShardTensor)
+        x._local = local
+    elif type(local) is not Tensor and type(local) is not torch.nn.Parameter:
+        with DisableTorchDispatch():
+            x = make_subclass(EagerShardTensor, _CARRIER)
+        x._local = local
+    elif _grad_enabled():
+        x = _as_subclass(local, EagerShardTensor)
+        x._local = local
+    else:
+        x = make_subclass(EagerShardTensor, local)
+    x._layout = layout
+    return x
+
+
+def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTensor:
+    """A ShardTensor that holds its plain tensor whatever the grad mode."""
+    with torch.enable_grad():
+        x = wrap(local, layout)
+    return x.requires_grad_() if requires_grad else x
+
+
+def result(local: Tensor, layout: Layout) -> Tensor:
+    """`wrap`, or the plain tensor itself when nothing is split any more."""
+    return wrap(local, layout) if layout.split_axes else local
+
+
+def local_of(x: Tensor) -> Tensor:
+    """The plain tensor that operations on `x` act on."""
+    local = x._local  # type: ignore[attr-defined]
+    if local is not None:
+        return local
+    with DisableTorchFunction(), DisableTorchDispatch():
+        return _as_subclass(x, Tensor)
+
+
+def _kept(x: ShardTensor, asked: str) -> Tensor:
+    if x._local is None:
+        raise LayoutError(
+            f"{asked} on {describe(x)} made under no_grad", "gradients do not flow to it"
+        )
+    return x._local
+
+
+def describe(value: Any) -> str:
+    """A value as error messages show it."""
+    if isinstance(value, ShardTensor):
+        return f"ShardTensor {value._layout}"
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)}"
+    return repr(value)

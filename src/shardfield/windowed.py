@@ -1,0 +1,171 @@
+"""Windowed operations: fetch the rows a window reaches, run the unchanged torch op on them.
+
+The copy with halos is not kept for backward. It is packed as the local tensor, which the producer
+keeps anyway, and the thin slabs around it, and put together again when backward asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from shardfield.comm._torch import saved_tensor_hooks_in_force
+from shardfield.comm.fetch import fetch, reassemble, slabs_of
+from shardfield.layout import Factor, Layout
+from shardfield.plan import DimPlan, Exchange, exchange, runs_of
+from shardfield.registry import current_operation
+from shardfield.tensor import ShardTensor, local_of, wrap
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """One fetch of a windowed operation: along `dim`, over `group`."""
+
+    dim: int
+    plan: Exchange
+    group: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WindowPlan:
+    """A windowed operation on one layout, seen from this rank.
+
+    Attributes:
+        layout: of the output.
+        steps: fetches to run, one per dim split over more than one rank.
+        empty: this rank holds no output.
+        crops: (start, rows) of the local result to keep along each dim of `steps`, or None.
+    """
+
+    layout: Layout
+    steps: tuple[Step, ...]
+    empty: bool
+    crops: tuple[tuple[int, int] | None, ...]
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Dims whose padding the fetch supplies."""
+        return tuple(step.dim for step in self.steps)
+
+
+def window_plan(
+    layout: Layout, plans: dict[int, DimPlan], channels: tuple[int, int] | None = None
+) -> WindowPlan:
+    """Joins the plans of single dims to the plan of an operation.
+
+    Args:
+        plans: for each windowed dim; a dim that is whole has a plan of one rank.
+        channels: (dim, size) of an output dim that replaces an input dim and is whole.
+    """
+    changes: dict[int, tuple[Factor, ...]] = {}
+    steps, crops = [], []
+    mesh = layout.mesh
+    for dim, plan in plans.items():
+        axes = layout.axes(dim)
+        changes[dim] = (Factor(plan.size, axes, plan.extents if axes else ()),)
+        if not axes or mesh.size(axes) == 1:
+            continue
+        rank = mesh.rank(axes)
+        steps.append(
+            Step(dim, exchange(runs_of(layout.dims[dim]), plan.wanted, rank), mesh.group(axes))
+        )
+        crops.append(None if plan.crop is None else plan.crop[rank])
+    if channels is not None:
+        changes[channels[0]] = (Factor(channels[1]),)
+    out = layout.replace(changes)
+    empty = any(out.local_shape[step.dim] == 0 for step in steps)
+    return WindowPlan(out, tuple(steps), empty, tuple(crops))
+
+
+def windowed(
+    x: ShardTensor,
+    plan: WindowPlan,
+    act: Callable[[torch.Tensor], torch.Tensor],
+    fill: float = 0.0,
+    ties: Sequence[torch.Tensor | None] = (),
+) -> ShardTensor:
+    """Runs `act` on this rank's block, extended by what its window reaches.
+
+    Args:
+        act: the torch operation, unpadded along `plan.moved`.
+        fill: value outside the global tensor.
+        ties: other operands that take part, so that a rank without output joins their backward.
+
+    Comm: one fetch per split dim, forward and backward.
+    """
+    local = local_of(x)
+    if not plan.steps:
+        return wrap(act(local), plan.layout)
+    operation = None if torch.compiler.is_compiling() else current_operation()
+    block = local
+    for step in plan.steps:
+        block = fetch(block, step.dim, step.plan, step.group, fill, operation)
+    if plan.empty:
+        return wrap(nothing(plan.layout.local_shape, (block, *ties)), plan.layout)
+    if torch.compiler.is_compiling() or block is local:
+        keep = nullcontext()
+    else:
+        keep = rebuilt(local, block, plan.steps)
+    with keep:
+        y = act(block)
+    for step, crop in zip(plan.steps, plan.crops, strict=True):
+        if crop is not None and (crop[0] or crop[1] != y.shape[step.dim]):
+            y = y.narrow(step.dim, *crop)
+    return wrap(y.contiguous() if any(plan.crops) else y, plan.layout)
+
+
+def nothing(shape: Sequence[int], operands: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """An empty result that still hangs on its operands, so that their backward runs here too."""
+    first = operands[0]
+    assert first is not None
+    dtype = first.dtype
+    if torch.is_autocast_enabled(first.device.type) and first.is_floating_point():
+        dtype = torch.get_autocast_dtype(first.device.type)
+    zero = torch.zeros((), dtype=dtype, device=first.device)
+    for operand in operands:
+        if operand is not None and operand.requires_grad:
+            zero = zero + operand.reshape(-1)[:0].sum().to(dtype)
+    return zero.expand(tuple(shape)).clone()
+
+
+def rebuilt(local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step]):
+    """Context in which `block`, if autograd saves it, is kept as `local` and its slabs.
+
+    Composes with the saved-tensor hooks in force (checkpointing, offload): parts go through them.
+    """
+    outer = saved_tensor_hooks_in_force()
+    outer_pack, outer_unpack = outer if outer is not None else (_same, _same)
+    storage = block.untyped_storage()._cdata
+    shape = block.shape
+    base, version = local.detach(), local._version
+    slabs = slabs_of(block.detach(), [(step.dim, step.plan) for step in steps])
+    plans = [(step.dim, step.plan) for step in steps]
+
+    def pack(tensor: torch.Tensor):
+        if tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
+            return None, outer_pack(tensor)
+        return (outer_pack(base), [[outer_pack(slab) for slab in row] for row in slabs]), None
+
+    def unpack(packed):
+        parts, other = packed
+        if parts is None:
+            return outer_unpack(other)
+        inner = outer_unpack(parts[0])
+        if outer is None and inner._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a shard of shape {tuple(inner.shape)} is at version "
+                f"{inner._version}; expected version {version} instead"
+            )
+        for (dim, plan), row in zip(plans, parts[1], strict=True):
+            inner = reassemble(inner, dim, plan, [outer_unpack(slab) for slab in row])
+        return inner
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _same(value):
+    return value
