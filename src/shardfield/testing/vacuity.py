@@ -11,14 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operations that move values and compute none: a halo makes a rank move more than its share.
+# fmt: off
 _MOVES = frozenset(
-    """
-    _to_copy alias arange cat clone constant_pad_nd contiguous copy copy_ detach empty empty_like
-    empty_strided fill_ full full_like gather index index_put index_put_ index_select lift_fresh
-    new_empty new_empty_strided new_full new_ones new_zeros ones ones_like pad resize_ scalar_tensor
-    scatter slice_scatter split_with_sizes_copy stack zero_ zeros zeros_like
-    """.split()
+    {
+        "_to_copy", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
+        "copy_", "detach", "empty", "empty_like", "empty_strided", "fill_", "full", "full_like",
+        "gather", "index", "index_put", "index_put_", "index_select", "lift_fresh", "new_empty",
+        "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "pad",
+        "resize_", "scalar_tensor", "scatter", "slice_scatter", "split_with_sizes_copy",
+        "stack", "zero_", "zeros", "zeros_like",
+    }
 )
+# fmt: on
 
 
 @dataclass

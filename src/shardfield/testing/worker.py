@@ -9,10 +9,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -42,7 +43,7 @@ class Rank:
     world_size: int
     device: torch.device
 
-    def mesh(self, **axes: int) -> DeviceMesh:
+    def mesh(self, **axes: Any) -> DeviceMesh:
         """`shardfield.init_mesh(**axes)`, made once per pool: process groups are never freed."""
         key = tuple(axes.items())
         if key not in _meshes:
@@ -141,6 +142,11 @@ def serve(
 def current_operation() -> str | None:
     """The collective or operation this process is in."""
     return agreement.current() or registry.current_operation()
+
+
+def named_code(name: str, make: Callable[..., CodeType], args: tuple) -> CodeType:
+    """Rebuilds a code object that was sent with the name of its file."""
+    return make(*args).replace(co_filename=name)
 
 
 def _run(context: Rank, call: Call) -> Reply:
