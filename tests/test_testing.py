@@ -105,6 +105,22 @@ def test_case_32_gathering_before_a_reduction_fails():
     assert parity(cheat, [X], [2], ranks=(2,), sizes=[(5, 4)], whole=True).cases == 2
 
 
+def test_case_32_gathering_to_move_fails():
+    def cheat(x):
+        return as_shard(x.full_tensor().transpose(0, 1), x) if sharded(x) else x.transpose(0, 1)
+
+    square = torch.randn(3, 3, 9)
+    with pytest.raises(ParityError, match="vacuous: every rank did the work of one process"):
+        parity(cheat, [square], [2], ranks=(2,), sizes=[(5, 4)])
+
+
+def test_moving_rows_between_ranks_is_not_vacuous():
+    def move(x):
+        return x.redistribute(sizes=(2, 7)) if sharded(x) and len(x.layout.extents(2)) == 2 else x
+
+    parity(move, [X], [2], ranks=(2,), sizes=[(5, 4)])
+
+
 def test_case_32_nothing_split_fails():
     with pytest.raises(ParityError, match="vacuous: no input is split"):
         parity(scaled, [X, BIAS], [None, None])
