@@ -10,6 +10,7 @@ from math import prod
 import torch
 
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.layout import Dim, Factor, Layout, cuts, even_extents, extents_of
 from shardfield.registry import register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result
@@ -93,7 +94,7 @@ def contiguous_ranges(layout: Layout, dim: int) -> Factor:
     return Factor(size, axes, even_extents(size, layout.mesh.size(axes)))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def slice_plan(layout: Layout, wanted: tuple[Cut | None, ...]) -> SlicePlan:
     """The plan of one slice per dim (None: all rows)."""
     return _cached_slices(layout, wanted)
@@ -190,7 +191,7 @@ def _pieces(op, input: ShardTensor, dim: int, lengths: Sequence[int]) -> tuple[t
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _resized(layout: Layout, dim: int, size: int) -> Layout:
     return layout.replace({dim: (Factor(size),)})
 
@@ -274,7 +275,7 @@ def unbind(op, input, dim=0):
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _without(layout: Layout, dim: int) -> Layout:
     return Layout(layout.mesh, (*layout.dims[:dim], *layout.dims[dim + 1 :]))
 
@@ -389,13 +390,13 @@ def _dims_used(item) -> int:
     return 1
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _dropped(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """`layout` with some split dims of one row whole."""
     return layout.replace({dim: () for dim in dims})
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _basic(layout: Layout, items: tuple) -> Layout:
     """The layout after dropping dims (0), adding new ones (None) and keeping the others (1)."""
     dims, at = [], 0
@@ -457,7 +458,7 @@ def _picked(op, local: torch.Tensor, here: Layout, parsed: Index) -> torch.Tenso
     return result(local[tuple(items)], out)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _picked_layout(layout: Layout, kinds: tuple[str, ...], shape, adjacent: bool) -> Layout:
     """Dims picked by tensors become those of the tensors' common shape."""
     new: list[Dim] = [(Factor(size),) for size in shape]

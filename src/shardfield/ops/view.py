@@ -15,6 +15,7 @@ from math import prod
 import torch
 
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Dim, Factor, Layout, canonical, cuts, extents_of
 from shardfield.registry import register, unsupported
@@ -173,7 +174,7 @@ def _cached_view(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     return view_dims(layout, full_shape(prod(layout.shape), shape))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def view_plan(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     """The plan of a view as `shape`, which may hold one -1."""
     return _cached_view(layout, shape)
@@ -302,7 +303,7 @@ def wrapped(dim: int, ndim: int) -> int:
 # --- Dims of size 1 -------------------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
     return _cached_unsqueezed(layout, dim)
 
@@ -320,7 +321,7 @@ def unsqueeze(op, input, dim):
     return marked(result(local_of(input).unsqueeze(dim), out), input._moved)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _squeeze_plan(layout: Layout, dims: tuple[int, ...] | None) -> ViewPlan:
     return _cached_squeeze(layout, dims)
 
@@ -347,7 +348,7 @@ def squeeze(op, input, *dim, **named):
 # --- Other orders of the dims ---------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _reordered(op, layout: Layout, args: tuple, names: tuple, values: tuple) -> Layout:
     return _cached_reordered(op, layout, args, names, values)
 
@@ -401,7 +402,7 @@ def reorder(op, input, *args, **kwargs):
 # --- Expanding ------------------------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _expand_plan(layout: Layout, sizes: tuple[int, ...]) -> ViewPlan:
     return _cached_expand(layout, sizes)
 
@@ -446,7 +447,7 @@ def expand_as(op, input, other):
 # --- Complex numbers and copies of rows -----------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _with_last(layout: Layout, dim: Dim | None) -> Layout:
     return Layout(layout.mesh, layout.dims[:-1] if dim is None else (*layout.dims, dim))
 
@@ -466,7 +467,7 @@ def view_as_complex(op, input):
     return marked(result(op(local_of(input)), _with_last(input._layout, None)), input._moved)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _repeated(layout: Layout, repeats: tuple[int, ...]) -> Layout:
     lead: tuple[Dim, ...] = ((),) * (len(repeats) - len(layout.dims))
     dims = (*lead, *layout.dims)
