@@ -53,7 +53,7 @@ def _send_slabs(
 ) -> list[torch.Tensor | None]:
     """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank."""
     row = prod(size for index, size in enumerate(like.shape) if index != dim)
-    parts = [slab.reshape(-1) for slab in slabs]
+    parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     if not parts:
         flat = like.new_empty(0)
     else:
@@ -65,6 +65,19 @@ def _send_slabs(
         block.view(_shaped(like, dim, rows)) if rows else None
         for block, rows in zip(blocks, receives, strict=True)
     ]
+
+
+def _joined(slabs: Sequence[torch.Tensor], dim: int, rows: Sequence[int]) -> list[torch.Tensor]:
+    """One tensor for every rank that gets rows: its slabs, joined along `dim`."""
+    rest, joined = list(slabs), []
+    for count in rows:
+        mine = []
+        while count:
+            mine.append(rest.pop(0))
+            count -= mine[-1].shape[dim]
+        if mine:
+            joined.append(mine[0] if len(mine) == 1 else torch.cat(mine, dim))
+    return joined
 
 
 def _take(source: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:
