@@ -56,9 +56,7 @@ def mesh(*sizes: int) -> MeshAxes:
 
 def extents(size: int, parts: int):
     points = st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1).map(sorted)
-    return points.map(
-        lambda p: tuple(b - a for a, b in zip([0, *p], [*p, size], strict=True))
-    )
+    return points.map(lambda p: tuple(b - a for a, b in zip([0, *p], [*p, size], strict=True)))
 
 
 @st.composite
@@ -138,7 +136,10 @@ def test_case_20_dims_that_do_not_line_up_become_one_range():
     plan = view_dims(layout, (16, 6))
     assert plan.layout.extents(0) == (6, 6, 4)
     check(layout, (16, 6))
-    for dims in ([split(6, "h", 2, 2, 2, 0), (Factor(256),)], [(Factor(6),), split(256, "h", *(64,) * 4)]):
+    for dims in (
+        [split(6, "h", 2, 2, 2, 0), (Factor(256),)],
+        [(Factor(6),), split(256, "h", *(64,) * 4)],
+    ):
         whole = Layout(mesh(4), dims)
         plan = view_dims(whole, (1536,))
         assert plan.source is None

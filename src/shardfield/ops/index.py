@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -45,8 +44,9 @@ def rows_in(cut: Cut, before: int) -> int:
     return max(0, -((start - min(before, stop)) // step))
 
 
-@lru_cache(maxsize=4096)
-def _cached_slices(layout: Layout, wanted: tuple[Cut | None, ...]) -> SlicePlan:
+@constant
+def slice_plan(layout: Layout, wanted: tuple[Cut | None, ...]) -> SlicePlan:
+    """The plan of one slice per dim (None: all rows)."""
     source, taken, dims = layout, [], list(layout.dims)
     for dim, cut in enumerate(wanted):
         if cut is None or cut == (0, layout.shape[dim], 1):
@@ -92,12 +92,6 @@ def contiguous_ranges(layout: Layout, dim: int) -> Factor:
         return factor
     size, axes = layout.shape[dim], layout.axes(dim)
     return Factor(size, axes, even_extents(size, layout.mesh.size(axes)))
-
-
-@constant
-def slice_plan(layout: Layout, wanted: tuple[Cut | None, ...]) -> SlicePlan:
-    """The plan of one slice per dim (None: all rows)."""
-    return _cached_slices(layout, wanted)
 
 
 def cut_of(index: slice, size: int) -> Cut:
@@ -165,9 +159,7 @@ def narrow(op, input, dim, start, length):
         )
     start = start + size if start < 0 else start
     if length < 0 or start + length > size:
-        raise RuntimeError(
-            f"start ({start}) + length ({length}) exceeds dimension size ({size})."
-        )
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({size}).")
     return _slice(op, input, dim, (start, start + length, 1))
 
 
@@ -270,9 +262,7 @@ def unbind(op, input, dim=0):
             (input,),
         )
     out = _without(layout, dim)
-    return tuple(
-        _marked(result(part, out), input._moved) for part in local_of(input).unbind(dim)
-    )
+    return tuple(_marked(result(part, out), input._moved) for part in local_of(input).unbind(dim))
 
 
 @constant
@@ -451,7 +441,9 @@ def _picked(op, local: torch.Tensor, here: Layout, parsed: Index) -> torch.Tenso
     adjacent = places == list(range(places[0], places[-1] + 1))
     out = _picked_layout(
         here,
-        tuple(["p" if p in places else "n" if item is None else "k" for p, item in enumerate(items)]),
+        tuple(
+            ["p" if p in places else "n" if item is None else "k" for p, item in enumerate(items)]
+        ),
         shape,
         adjacent,
     )

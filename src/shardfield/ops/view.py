@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -169,15 +168,10 @@ def full_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
-@lru_cache(maxsize=4096)
-def _cached_view(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
-    return view_dims(layout, full_shape(prod(layout.shape), shape))
-
-
 @constant
 def view_plan(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     """The plan of a view as `shape`, which may hold one -1."""
-    return _cached_view(layout, shape)
+    return view_dims(layout, full_shape(prod(layout.shape), shape))
 
 
 # --- Reshaping: act -------------------------------------------------------------------------------
@@ -305,11 +299,6 @@ def wrapped(dim: int, ndim: int) -> int:
 
 @constant
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
-    return _cached_unsqueezed(layout, dim)
-
-
-@lru_cache(maxsize=4096)
-def _cached_unsqueezed(layout: Layout, dim: int) -> Layout:
     at = wrapped(dim, len(layout.dims) + 1)
     return Layout(layout.mesh, (*layout.dims[:at], (), *layout.dims[at:]))
 
@@ -323,11 +312,6 @@ def unsqueeze(op, input, dim):
 
 @constant
 def _squeeze_plan(layout: Layout, dims: tuple[int, ...] | None) -> ViewPlan:
-    return _cached_squeeze(layout, dims)
-
-
-@lru_cache(maxsize=4096)
-def _cached_squeeze(layout: Layout, dims: tuple[int, ...] | None) -> ViewPlan:
     ndim = len(layout.dims)
     asked = range(ndim) if dims is None else {wrapped(dim, ndim) for dim in dims}
     gone = {dim for dim in asked if dim < ndim and layout.shape[dim] == 1}
@@ -350,11 +334,6 @@ def squeeze(op, input, *dim, **named):
 
 @constant
 def _reordered(op, layout: Layout, args: tuple, names: tuple, values: tuple) -> Layout:
-    return _cached_reordered(op, layout, args, names, values)
-
-
-@lru_cache(maxsize=4096)
-def _cached_reordered(op, layout: Layout, args, names, values) -> Layout:
     # torch itself says where every dim goes: each has its own size here.
     marks = torch.empty(tuple(range(2, 2 + len(layout.dims))), device="meta")
     args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
@@ -404,11 +383,6 @@ def reorder(op, input, *args, **kwargs):
 
 @constant
 def _expand_plan(layout: Layout, sizes: tuple[int, ...]) -> ViewPlan:
-    return _cached_expand(layout, sizes)
-
-
-@lru_cache(maxsize=4096)
-def _cached_expand(layout: Layout, sizes: tuple[int, ...]) -> ViewPlan:
     torch.empty(layout.shape, device="meta").expand(sizes)  # raises where torch raises
     new = len(sizes) - len(layout.dims)
     dims: list[Dim] = [(Factor(size),) for size in sizes]
