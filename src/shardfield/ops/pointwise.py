@@ -68,7 +68,8 @@ def pointwise_by_tag(function):
     module = getattr(function, "__module__", None) or ""
     if name in ("__get__", "__set__") or module.startswith("torch.linalg"):
         return None
-    return pointwise if _tagged(name) else None
+    # torch tags masked_fill, but not masked_fill_.
+    return pointwise if _tagged(name) or _tagged(name.removesuffix("_")) else None
 
 
 def pointwise(op, *args, **kwargs):
