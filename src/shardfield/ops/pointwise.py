@@ -269,7 +269,7 @@ def same_values(op, input, *args, **kwargs):
     return wrap(out, input._layout) if isinstance(out, Tensor) else out
 
 
-@register(_T.copy_)
+@register(_T.copy_, uses=False)
 def copy_(op, input, source, non_blocking=False):
     """Writes a value of the same or a broadcastable shape into a sharded tensor."""
     return _broadcast(op, (input, source), {"non_blocking": non_blocking})
