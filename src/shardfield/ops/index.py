@@ -353,6 +353,8 @@ def _items(op, input: ShardTensor, index) -> list:
             items[place] = torch.tensor(item, device=device)
         elif isinstance(item, bool) or type(item).__name__ == "ndarray":
             raise unsupported(op, f"an index of type {type(item).__name__}", args=(input,))
+        elif isinstance(item, torch.Tensor) and _is_int(item):
+            items[place] = int(item)
         if isinstance(item, ShardTensor):
             raise unsupported(
                 op,
@@ -370,6 +372,12 @@ def _items(op, input: ShardTensor, index) -> list:
         raise IndexError("an index can only have a single ellipsis ('...')")
     at = dots[0] if dots else len(items)
     return [*items[:at], *[slice(None)] * (ndim - used), *items[at + 1 :]]
+
+
+def _is_int(item: torch.Tensor) -> bool:
+    """Whether torch takes an index tensor for an int."""
+    whole = not item.is_floating_point() and item.dtype not in (torch.bool, torch.uint8)
+    return item.dim() == 0 and whole and not isinstance(item, ShardTensor)
 
 
 def _dims_used(item) -> int:
@@ -434,41 +442,44 @@ def _picked(op, local: torch.Tensor, here: Layout, parsed: Index) -> torch.Tenso
             items += item.to(local.device).nonzero(as_tuple=True)
         else:
             items.append(item)
-    # An int beside an index tensor counts as one (of one element) in torch.
-    places = [p for p, item in enumerate(items) if isinstance(item, (int, torch.Tensor))]
-    tensors = [items[place] for place in places if isinstance(items[place], torch.Tensor)]
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
     shape = tuple(torch.broadcast_shapes(*[tensor.shape for tensor in tensors]))
-    adjacent = places == list(range(places[0], places[-1] + 1))
-    out = _picked_layout(
-        here,
-        tuple(
-            ["p" if p in places else "n" if item is None else "k" for p, item in enumerate(items)]
-        ),
-        shape,
-        adjacent,
-    )
-    return result(local[tuple(items)], out)
+    kinds = tuple([_kind(item) for item in items])
+    return result(local[tuple(items)], _picked_layout(here, kinds, shape))
+
+
+def _kind(item) -> str:
+    if item is None:
+        return "new"
+    if isinstance(item, slice):
+        return "kept"
+    return "picked" if isinstance(item, torch.Tensor) else "dropped"
 
 
 @constant
-def _picked_layout(layout: Layout, kinds: tuple[str, ...], shape, adjacent: bool) -> Layout:
-    """Dims picked by tensors become those of the tensors' common shape."""
+def _picked_layout(layout: Layout, kinds: tuple[str, ...], shape: tuple[int, ...]) -> Layout:
+    """Dims picked by tensors become those of the tensors' common shape.
+
+    These stand where the picked dims stood if they are neighbours once ints are gone, else first.
+    """
     new: list[Dim] = [(Factor(size),) for size in shape]
     dims: list[Dim] = []
-    at, place = 0, None
+    at = 0
     for kind in kinds:
-        if kind == "p":
-            place = len(dims) if place is None else place
-        else:
-            dims.append(() if kind == "n" else layout.dims[at])
-        at += kind != "n"
-    place = place if adjacent and place is not None else 0
+        if kind in ("new", "kept"):
+            dims.append(() if kind == "new" else layout.dims[at])
+        at += kind != "new"
+    left = [kind == "picked" for kind in kinds if kind != "dropped"]
+    first = left.index(True)
+    place = first if all(left[first : first + sum(left)]) else 0
     return Layout(layout.mesh, [*dims[:place], *new, *dims[place:]])
 
 
 @register(_T.__getitem__, uses=False)
 def getitem(op, input, index):
     """Slices stay with their owners; one row of a split dim goes to every rank.
+
+    Such a row is a copy: writing into it does not reach `input`; `input[index] = value` does.
 
     Layout: slices of a split dim may come out uneven or empty. Comm: none, but for an int at a
         split dim (its owner's row to all others) and a slice of a merged dim (one fetch).
@@ -480,7 +491,7 @@ def getitem(op, input, index):
     return _taken(op, input, index)
 
 
-@register(_T.__setitem__)
+@register(_T.__setitem__, uses=False)
 def setitem(op, input, index, value):
     """Writes into slices, every rank its own rows. Comm: none, but to move a split `value`."""
     _refuse_writing(op, input, index, value)
