@@ -9,7 +9,7 @@ from shardfield.comm.move import move
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
-from shardfield.registry import fallback, register, split_axes, unsupported, used
+from shardfield.registry import fallback, register, unsupported, used
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
 Tensor = torch.Tensor
@@ -123,8 +123,6 @@ def _broadcast(op, args, kwargs):
     if "out" in names and kwargs["out"] is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
     tensors = [values[index] for index in slots]
-    shards = [t for t in tensors if isinstance(t, ShardTensor)]
-    axes = split_axes(shards)
     writes = _writes(op, kwargs)
     first = values[0]
     if writes and (not isinstance(first, ShardTensor) or first._moved):
@@ -137,11 +135,13 @@ def _broadcast(op, args, kwargs):
         t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors
     )
     out, targets = broadcast_layouts(op, writes, *described)
+    axes = out.split_axes
     for index, t, target in zip(slots, tensors, targets, strict=True):
         if isinstance(t, ShardTensor):
-            missing = tuple(axis for axis in axes if axis not in t._layout.split_axes)
-            local = used(local_of(t), missing, out)
-            values[index] = move(local, t._layout, target, getattr(op, "__name__", None))
+            # `move` completes the gradient over the axes that it splits the operand over.
+            missing = tuple([axis for axis in axes if axis not in target.split_axes])
+            local = move(local_of(t), t._layout, target, getattr(op, "__name__", None))
+            values[index] = used(local, missing, out)
         else:
             values[index] = part_of_plain(used(t, axes, out), target)
     y = op(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
