@@ -31,12 +31,15 @@ class PadPlan:
     rest: tuple[int, ...]
 
 
-def padded_rows(mode: str, start: int, stop: int, size: int) -> tuple[Segment, ...]:
+def padded_rows(
+    mode: str, start: int, stop: int, size: int, crop: tuple[int, int] = (0, 0)
+) -> tuple[Segment, ...]:
     """Where rows [start, stop) of a padded dim come from; negative ones lie before row 0.
 
     Args:
         mode: of `F.pad`.
         size: rows of the dim that is padded.
+        crop: rows that negative pads drop at both ends; a circle closes without them.
     """
     if stop <= start:
         return ()
@@ -46,7 +49,7 @@ def padded_rows(mode: str, start: int, stop: int, size: int) -> tuple[Segment, .
     if mode == "reflect":
         ends = Segment(-start, before, -1), Segment(2 * (size - 1) - high, after, -1)
     elif mode == "circular":
-        ends = Segment(start + size, before), Segment(high - size, after)
+        ends = Segment(start + size - crop[1], before), Segment(high - size + crop[0], after)
     elif mode == "replicate":
         ends = Segment(0, before, 0), Segment(size - 1, after, 0)
     else:
@@ -69,7 +72,7 @@ def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
     """The plan of `F.pad`, whose `pad` starts with the last dim.
 
     Raises:
-        RuntimeError: where torch raises for the whole tensor.
+        RuntimeError: where torch raises for the whole tensor, or would read what it has not set.
     """
     F.pad(torch.empty(layout.shape, device="meta"), list(pad), mode)
     mesh = layout.mesh
@@ -80,6 +83,8 @@ def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
         if not before and not after:
             continue
         size, axes = layout.shape[dim], layout.axes(dim)
+        if mode == "circular" and max(before, after) > size + min(before, after, 0):
+            raise RuntimeError(f"pad {pad} wraps dim {dim} of {layout.shape} more than once")
         if not axes:
             changes[dim] = (Factor(size + before + after),)
             continue
@@ -89,9 +94,9 @@ def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
         if mesh.size(axes) == 1:
             continue
         rest[index : index + 2] = 0, 0
-        points = cuts(extents)
+        points, crop = cuts(extents), (max(0, -before), max(0, -after))
         wanted = tuple(
-            padded_rows(mode, a - before, b - before, size)
+            padded_rows(mode, a - before, b - before, size, crop)
             for a, b in zip(points, points[1:], strict=False)
         )
         plan = exchange(runs_of(layout.dims[dim]), wanted, mesh.rank(axes))

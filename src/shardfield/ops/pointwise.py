@@ -305,15 +305,6 @@ def ask_local(op, input, *args, **kwargs):
     return op(local_of(input), *args, **kwargs)
 
 
-@register(_T.view_as, uses=False)
-def view_as(op, input, other):
-    """A view of the same layout: what `autograd.Function` makes of inputs that it returns."""
-    if not isinstance(input, ShardTensor) or getattr(other, "_layout", None) is not input._layout:
-        raise unsupported(op, "it views one layout as another", args=(input, other))
-    local = local_of(input)
-    return wrap(op(local, local), input._layout)
-
-
 @register(_T._base.__get__, uses=False)
 def no_base(op, input, *_):
     """The base of a view is a plain tensor, which FSDP2 and the compiler must not meet."""

@@ -243,13 +243,23 @@ def reshape(op, input, *shape, **named):
 
 @register(_T.view_as, uses=False)
 def view_as(op, input, other):
-    """As `view`; the layout of `other` plays no part."""
+    """As `view`; the layout of `other` plays no part.
+
+    `autograd.Function` views inputs that it returns as themselves.
+    """
+    if not isinstance(input, ShardTensor):
+        return input.view(tuple(other.shape))
+    if tuple(other.shape) == input._layout.shape:
+        local = local_of(input)
+        return marked(result(op(local, local), input._layout), input._moved)
     return reshaped(op, input, tuple(other.shape), strict=True)
 
 
 @register(_T.reshape_as, uses=False)
 def reshape_as(op, input, other):
     """As `reshape`; the layout of `other` plays no part."""
+    if not isinstance(input, ShardTensor):
+        return input.reshape(tuple(other.shape))
     return reshaped(op, input, tuple(other.shape))
 
 
@@ -415,6 +425,8 @@ def expand(op, input, *size, implicit=False, **named):
 @register(_T.expand_as, uses=False)
 def expand_as(op, input, other):
     """As `expand`; the layout of `other` plays no part."""
+    if not isinstance(input, ShardTensor):
+        return input.expand(tuple(other.shape))
     return _expanded(op, input, tuple(other.shape))
 
 
