@@ -66,7 +66,7 @@ def _send_slabs(
     hang. A traced rank that receives nothing therefore gets a zero, which the caller adds.
     """
     row = row_size(like.shape, (dim,))
-    parts = [slab.reshape(-1) for slab in slabs]
+    parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
     if torch.compiler.is_compiling() and not any(counts):
         own = rank_of(group)
@@ -90,6 +90,19 @@ def _send_slabs(
         block.view(_shaped(like, dim, rows)) if rows else None
         for block, rows in zip(blocks, receives, strict=True)
     ], None
+
+
+def _joined(slabs: Sequence[torch.Tensor], dim: int, rows: Sequence[int]) -> list[torch.Tensor]:
+    """One tensor for every rank that gets rows: its slabs, joined along `dim`."""
+    rest, joined = list(slabs), []
+    for count in rows:
+        mine = []
+        while count:
+            mine.append(rest.pop(0))
+            count -= mine[-1].shape[dim]
+        if mine:
+            joined.append(mine[0] if len(mine) == 1 else torch.cat(mine, dim))
+    return joined
 
 
 def _take(source: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:

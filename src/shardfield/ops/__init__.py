@@ -2,7 +2,7 @@
 
 import torch
 
-from shardfield.ops import conv, pointwise
+from shardfield.ops import conv, index, join, pad, pointwise, roll, view
 from shardfield.registry import resolve_all
 
 
@@ -18,4 +18,4 @@ def _torch_functions():
 
 resolve_all(_torch_functions())
 
-__all__ = ["conv", "pointwise"]
+__all__ = ["conv", "index", "join", "pad", "pointwise", "roll", "view"]

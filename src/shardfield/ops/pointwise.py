@@ -70,7 +70,9 @@ def pointwise_by_tag(function):
         return None
     if name in _PARTLY:
         return partly_pointwise
-    return pointwise if name != "equal" and _tagged(name) else None
+    # torch tags masked_fill, but not masked_fill_.
+    tagged = name != "equal" and (_tagged(name) or _tagged(name.removesuffix("_")))
+    return pointwise if tagged else None
 
 
 _PARTLY = {"max": 2, "min": 2, "where": 3}
@@ -301,15 +303,6 @@ def copy_(op, input, source, non_blocking=False):
 def ask_local(op, input, *args, **kwargs):
     """Questions that every shard answers alike."""
     return op(local_of(input), *args, **kwargs)
-
-
-@register(_T.view_as, uses=False)
-def view_as(op, input, other):
-    """A view of the same layout: what `autograd.Function` makes of inputs that it returns."""
-    if not isinstance(input, ShardTensor) or getattr(other, "_layout", None) is not input._layout:
-        raise unsupported(op, "it views one layout as another", args=(input, other))
-    local = local_of(input)
-    return wrap(op(local, local), input._layout)
 
 
 @register(_T._base.__get__, uses=False)
