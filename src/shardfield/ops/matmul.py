@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Dim, Factor, Layout
 from shardfield.operands import part_of_plain
@@ -20,13 +19,8 @@ Operand = Layout | tuple[int, ...]
 """A sharded operand's layout, or the shape of a plain, replicated one."""
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _linear_layout(op, layout: Layout, features: tuple[int, ...]) -> Layout:
-    return _cached_linear_layout(op, layout, features)
-
-
-@lru_cache(maxsize=4096)
-def _cached_linear_layout(op, layout: Layout, features: tuple[int, ...]) -> Layout:
     last = len(layout.dims) - 1
     if layout.is_split(last):
         raise _contraction(op, layout)
@@ -74,8 +68,7 @@ def linear(op, input, weight, bias=None) -> Tensor:
 def _linear_with_split_weight(op, input, weight, bias):
     """Output features stay split as the weight's rows are; a plain input is a whole one."""
     described = _describe(input), _describe(weight)
-    out, left, right = linear_layouts(op, *described)
-    features = Layout(out.mesh, out.dims[-1:])
+    out, left, right, features = linear_layouts(op, *described)
     if bias is not None:
         bias = _to(bias, features)
     return result(op(_to(input, left), _to(weight, right), bias), out)
@@ -113,16 +106,17 @@ def _mesh(*operands: Operand):
     return next(o for o in operands if isinstance(o, Layout)).mesh
 
 
-@torch._dynamo.assume_constant_result
-def linear_layouts(op, input: Operand, weight: Operand) -> tuple[Layout, Layout, Layout]:
-    """Layouts of the result, and of input and weight as they enter."""
+@constant
+def linear_layouts(op, input: Operand, weight: Operand) -> tuple[Layout, Layout, Layout, Layout]:
+    """Layouts of the result, of input and weight as they enter, and of the output features."""
     dims, rows = _dims(input), _dims(weight)
     out, left, right = _product_dims(op, dims, rows[::-1], (input, weight))
     mesh = _mesh(input, weight)
-    return Layout(mesh, out), Layout(mesh, left), Layout(mesh, right[::-1])
+    features = Layout(mesh, out[-1:] if len(right) > 1 else ())
+    return Layout(mesh, out), Layout(mesh, left), Layout(mesh, right[::-1]), features
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def matmul_layouts(op, left: Operand, right: Operand) -> tuple[Layout, Layout, Layout]:
     """Layouts of a product, and of its operands as they enter.
 
@@ -223,7 +217,7 @@ def matmul(op, input, other) -> Tensor:
     return result(call(first, second), out)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _added(op, added: Operand, out: Layout) -> Layout:
     """Layout in which a summand broadcasts to a result."""
     dims = _dims(added)
@@ -253,7 +247,7 @@ def matmul_added(op, input, first, second, *, beta=1, alpha=1, out=None) -> Tens
     return result(local, layout)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _slope_layout(op, layout: Layout, slopes: int) -> Layout:
     """How one slope per channel is split: as the channels (dim 1) are."""
     dims = layout.dims
@@ -277,7 +271,4 @@ def prelu(op, input, weight) -> Tensor:
     layout = input._layout
     if weight.numel() > 1:
         weight = part_of_plain(weight, _slope_layout(op, layout, weight.numel()))
-        if weight.numel() != 1 and input.dim() > 1:
-            return wrap(op(local_of(input), weight), layout)
-        return wrap(op(local_of(input), weight.reshape(-1)), layout)
     return wrap(op(local_of(input), weight), layout)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from shardfield.comm.move import move
 from shardfield.comm.reduce import reduce_sum
+from shardfield.constant import constant
 from shardfield.layout import Factor, Layout, cuts, extents_of
 from shardfield.plan import DimPlan, Segment, centre_cuts, window
 from shardfield.registry import current_operation, groups_of, register, unsupported
@@ -75,13 +76,13 @@ class PoolPlan:
     divisors: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _dims_of(op) -> tuple[int, bool]:
     """Spatial dims of the function, and whether it returns indices."""
     return _DIMS[op], op in _WITH_INDICES
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _spatial(op, layout: Layout, dims: int) -> int:
     """Number of dims before the spatial ones, which may be split anyhow."""
     lead = len(layout.dims) - dims
@@ -93,7 +94,7 @@ def _spatial(op, layout: Layout, dims: int) -> int:
     return lead
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _pool_plan(
     layout: Layout, lead: int, kernel, stride, padding, dilation, ceil_mode: bool, padded: bool
 ) -> PoolPlan:
@@ -288,7 +289,7 @@ def adaptive_window(extents: tuple[int, ...], out: int) -> DimPlan:
     return DimPlan(out, extents_of(points), tuple(wanted))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _adaptive_plan(
     layout: Layout, lead: int, asked: tuple[int | None, ...], one_row_each: bool
 ) -> AdaptivePlan:
@@ -336,7 +337,7 @@ def _adaptive_plan(
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _adaptive_sizes(op, layout: Layout, output_size) -> tuple[int, tuple[int | None, ...]]:
     """Leading dims, and one size per spatial dim (None: as it is)."""
     dims = _DIMS[op]

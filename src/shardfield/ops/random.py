@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.distribute import layout_of
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
 from shardfield.registry import register, unsupported
-from shardfield.tensor import ShardTensor, describe, leaf, local_of, result, wrap
+from shardfield.tensor import ShardTensor, describe, leaf, local_of, wrap
 
 Tensor = torch.Tensor
 _T = torch.Tensor
@@ -51,7 +52,7 @@ Ranges = tuple[tuple[int, int, int], ...]
 # --- Keys and hashes --------------------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _ranges(layout: Layout) -> tuple[Ranges, Ranges]:
     """This rank's ranges of the leading and of the trailing dims, cut by the global shape alone."""
     cut, size = len(layout.dims), 1
@@ -249,7 +250,7 @@ def dropout(op, input: ShardTensor, p=0.5, training=None, inplace=False, *, trai
     return _dropped(op, input, mask, 0.0 if p == 1 else 1 / (1 - p), inplace)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _channel_layout(layout: Layout, lead: int) -> Layout:
     """Samples and channels alone; the other dims are one."""
     return Layout(layout.mesh, [*layout.dims[:lead], *((Factor(1),),) * (len(layout.dims) - lead)])

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shardfield.layout import Factor, Layout, cuts, extents_of
+from shardfield.constant import constant
+from shardfield.layout import Layout, cuts, extents_of
 from shardfield.plan import DimPlan, Segment, centre_cuts
 from shardfield.registry import register, unsupported
 from shardfield.tensor import ShardTensor, local_of, wrap
@@ -205,7 +206,7 @@ def resize_dim(
     return DimPlan(out, extents_of(points), tuple(wanted)), tuple(calls)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antialias, double):
     rank_dims = len(layout.dims) - 2
     if rank_dims not in _MODES.get(mode, ()):
