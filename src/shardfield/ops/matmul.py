@@ -236,7 +236,7 @@ def _added(op, added: Operand, out: Layout) -> Layout:
 
 @register(torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm, torch.addmv, _T.addmv)
 def matmul_added(op, input, first, second, *, beta=1, alpha=1, out=None) -> Tensor:
-    """`beta*input + alpha*(first @ second)`. Comm: none, but to re-align what is split otherwise."""
+    """`beta*input + alpha*(first @ second)`. Comm: only to re-align operands."""
     if out is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result")
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):

@@ -247,7 +247,7 @@ def avg_pool(
     return windowed(input, plan.window, act)
 
 
-# --- Adaptive pooling -------------------------------------------------------------------------------
+# --- Adaptive pooling ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)
