@@ -16,7 +16,7 @@ from shardfield.layout import Factor, Layout, cuts, extents_of
 from shardfield.plan import DimPlan, Segment, centre_cuts, window
 from shardfield.registry import current_operation, groups_of, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
-from shardfield.windowed import WindowPlan, window_plan, windowed
+from shardfield.windowed import WindowPlan, holds_nothing, nothing, window_plan, windowed
 
 _DIMS = {
     F.max_pool1d: 1,
@@ -301,6 +301,11 @@ def _adaptive_plan(
         dim = lead + i
         size = layout.shape[dim] if size is None else size
         axes, extents = layout.axes(dim), layout.extents(dim)
+        if size < 0 or layout.shape[dim] == 0:
+            raise RuntimeError(
+                f"adaptive pooling of {layout.shape} to {asked}: sizes must not be negative, nor "
+                "the input empty"
+            )
         if extents is None:
             sizes.append(size)
             final[dim] = (Factor(size),)
@@ -324,9 +329,8 @@ def _adaptive_plan(
         ranges = [adaptive_range(o, total, count) for o in range(first, first + rows)]
         base = ranges[0][0] if ranges else 0
         moved.append(tuple((a - base, b - a) for a, b in ranges))
-    window = WindowPlan(
-        layout.replace({**final, **partial}), fetches.steps, fetches.empty, fetches.crops
-    )
+    out = layout.replace({**final, **partial})
+    window = WindowPlan(out, fetches.steps, holds_nothing(out), fetches.crops)
     return AdaptivePlan(
         window,
         tuple(moved),
@@ -368,10 +372,10 @@ def adaptive_avg_pool(op, input: ShardTensor, output_size) -> torch.Tensor:
         for step, ranges in zip(plan.window.steps, plan.moved, strict=True):
             rows = [block.narrow(step.dim, at, n).mean(step.dim, keepdim=True) for at, n in ranges]
             block = torch.cat(rows, step.dim)
-        if any(size is not None for size in plan.sizes):
-            block = _sized(op, block, plan.sizes)
         for dim in plan.single:
             block = block.sum(dim, keepdim=True, dtype=wide) / input.shape[dim]
+        if any(size is not None for size in plan.sizes):
+            block = _sized(op, block, plan.sizes)
         return block
 
     pooled = local_of(windowed(input, plan.window, act))
@@ -408,8 +412,6 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
     sizes = [1 if size is None else size for size in plan.sizes]
 
     def act(block):
-        if any(block.shape[dim] == 0 for dim in plan.single):
-            return block.reshape(-1)[:0].reshape(plan.window.layout.local_shape)
         grid = []
         for ranges in product(*plan.moved):
             part = block
@@ -428,5 +430,8 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
         rest = [None] * len(sizes)
         for dim in plan.single:
             rest[dim - lead] = 1
-        best = _sized(op, best, rest)
+        if best.numel():
+            best = _sized(op, best, rest)
+        else:
+            best = nothing(plan.layout.local_shape, (best,))
     return result(best, plan.layout)

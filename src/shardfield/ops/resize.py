@@ -15,7 +15,7 @@ from shardfield.constant import constant
 from shardfield.layout import Layout, cuts, extents_of
 from shardfield.plan import DimPlan, Segment, centre_cuts
 from shardfield.registry import register, unsupported
-from shardfield.tensor import ShardTensor, local_of, wrap
+from shardfield.tensor import ShardTensor
 from shardfield.windowed import WindowPlan, window_plan, windowed
 
 _AREA = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
@@ -316,16 +316,8 @@ def interpolate(
     double = input.dtype == torch.float64
     plan = _resize_plan(op, input.layout, mode, sizes, scales, corners, bool(antialias), double)
     if not plan.window.steps:
-        local = op(
-            local_of(input),
-            size,
-            scale_factor,
-            mode,
-            align_corners,
-            recompute_scale_factor,
-            antialias,
-        )
-        return wrap(local, plan.window.layout)
+        given = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        return windowed(input, plan.window, lambda block: op(block, *given))
     middle = () if mode.startswith("nearest") else (corners,)
     aten = _ATEN[mode, len(sizes)]
 
