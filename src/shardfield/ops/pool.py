@@ -28,6 +28,8 @@ _DIMS = {
     F.max_pool1d_with_indices: 1,
     F.max_pool2d_with_indices: 2,
     F.max_pool3d_with_indices: 3,
+    torch._C._nn.max_pool2d_with_indices: 2,
+    torch._C._nn.max_pool3d_with_indices: 3,
     F.avg_pool1d: 1,
     F.avg_pool2d: 2,
     F.avg_pool3d: 3,
@@ -45,6 +47,8 @@ _WITH_INDICES = (
     F.max_pool1d_with_indices,
     F.max_pool2d_with_indices,
     F.max_pool3d_with_indices,
+    torch._C._nn.max_pool2d_with_indices,
+    torch._C._nn.max_pool3d_with_indices,
     F.adaptive_max_pool1d_with_indices,
     F.adaptive_max_pool2d_with_indices,
     F.adaptive_max_pool3d_with_indices,
@@ -150,6 +154,8 @@ def _inside(start: int, kernel: int, size: int, edge: int) -> int:
     F.max_pool1d_with_indices,
     F.max_pool2d_with_indices,
     F.max_pool3d_with_indices,
+    torch._C._nn.max_pool2d_with_indices,
+    torch._C._nn.max_pool3d_with_indices,
     uses=False,
 )
 def max_pool(
@@ -169,12 +175,11 @@ def max_pool(
     padding, dilation = _each(padding, dims), _each(dilation, dims)
     lead = _spatial(op, input.layout, dims)
     plan = _pool_plan(input.layout, lead, kernel, steps, padding, dilation, bool(ceil_mode), False)
-    given = {"return_indices": return_indices} if indexed else {}
     indices = None
 
     def act(block):
         nonlocal indices
-        out = op(block, kernel, steps, plan.padding, dilation, ceil_mode, **given)
+        out = op(block, kernel, steps, plan.padding, dilation, ceil_mode)
         if not indexed:
             return out
         indices = out[1]
