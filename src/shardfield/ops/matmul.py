@@ -10,7 +10,7 @@ from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Dim, Factor, Layout
 from shardfield.operands import part_of_plain
-from shardfield.registry import register, unsupported
+from shardfield.registry import register, unsupported, used
 from shardfield.tensor import ShardTensor, describe, local_of, result, wrap
 
 Tensor = torch.Tensor
@@ -49,7 +49,7 @@ def _contraction(op, *operands):
     )
 
 
-@register(F.linear)
+@register(F.linear, uses=False)
 def linear(op, input, weight, bias=None) -> Tensor:
     """Rows stay where they are, split in any way. Comm: none forward.
 
@@ -61,8 +61,12 @@ def linear(op, input, weight, bias=None) -> Tensor:
         raise unsupported(
             op, "its bias is split and its weight is not", "", "matmul", (input, bias)
         )
-    layout = _linear_layout(op, input._layout, tuple(weight.shape))
-    return wrap(op(local_of(input), weight, bias), layout)
+    source = input._layout
+    layout = _linear_layout(op, source, tuple(weight.shape))
+    axes = source.split_axes
+    if bias is not None:
+        bias = used(bias, axes, source)
+    return wrap(op(local_of(input), used(weight, axes, source), bias), layout)
 
 
 def _linear_with_split_weight(op, input, weight, bias):
@@ -70,19 +74,25 @@ def _linear_with_split_weight(op, input, weight, bias):
     described = _describe(input), _describe(weight)
     out, left, right, features = linear_layouts(op, *described)
     if bias is not None:
-        bias = _to(bias, features)
-    return result(op(_to(input, left), _to(weight, right), bias), out)
+        bias = _entering(bias, features, out)
+    return result(op(_entering(input, left, out), _entering(weight, right, out), bias), out)
 
 
 def _describe(value: Tensor) -> Operand:
     return value._layout if isinstance(value, ShardTensor) else tuple(value.shape)
 
 
-def _to(value: Tensor, target: Layout) -> Tensor:
-    """The local part of an operand under the layout it takes."""
-    if isinstance(value, ShardTensor):
-        return move(local_of(value), value._layout, target, "matmul")
-    return part_of_plain(value, target)
+def _entering(value: Tensor, target: Layout, out: Layout) -> Tensor:
+    """The local part of an operand of a product `out`, under the layout it takes for it.
+
+    A move takes and gives replicated cotangents: the sum over the axes on which the operand is
+    whole and the product split comes after it.
+    """
+    if not isinstance(value, ShardTensor):
+        return part_of_plain(used(value, out.split_axes, out), target)
+    moved = move(local_of(value), value._layout, target, "matmul")
+    missing = tuple(axis for axis in out.split_axes if axis not in target.split_axes)
+    return used(moved, missing, out)
 
 
 def _dims(operand: Operand) -> tuple[Dim, ...]:
@@ -207,12 +217,13 @@ def _shown(op, operands) -> str:
     _T.mv,
     _T.__matmul__,
     _T.__rmatmul__,
+    uses=False,
 )
 def matmul(op, input, other) -> Tensor:
     """Rows, columns and batch dims stay split. Comm: none, but to re-align a split batch dim."""
     first, second = (other, input) if op is _T.__rmatmul__ else (input, other)
     out, left, right = matmul_layouts(op, _describe(first), _describe(second))
-    first, second = _to(first, left), _to(second, right)
+    first, second = _entering(first, left, out), _entering(second, right, out)
     call = torch.matmul if op is _T.__rmatmul__ else op
     return result(call(first, second), out)
 
@@ -234,7 +245,7 @@ def _added(op, added: Operand, out: Layout) -> Layout:
     return Layout(out.mesh, taken)
 
 
-@register(torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm, torch.addmv, _T.addmv)
+@register(torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm, torch.addmv, _T.addmv, uses=False)
 def matmul_added(op, input, first, second, *, beta=1, alpha=1, out=None) -> Tensor:
     """`beta*input + alpha*(first @ second)`. Comm: only to re-align operands."""
     if out is not None:
@@ -242,8 +253,9 @@ def matmul_added(op, input, first, second, *, beta=1, alpha=1, out=None) -> Tens
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         return beta * input + alpha * torch.matmul(first, second)
     layout, left, right = matmul_layouts(op, _describe(first), _describe(second))
-    added = _to(input, _added(op, _describe(input), layout))
-    local = op(added, _to(first, left), _to(second, right), beta=beta, alpha=alpha)
+    added = _entering(input, _added(op, _describe(input), layout), layout)
+    first, second = _entering(first, left, layout), _entering(second, right, layout)
+    local = op(added, first, second, beta=beta, alpha=alpha)
     return result(local, layout)
 
 

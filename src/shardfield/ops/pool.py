@@ -335,7 +335,7 @@ def _adaptive_plan(
         base = ranges[0][0] if ranges else 0
         moved.append(tuple((a - base, b - a) for a, b in ranges))
     out = layout.replace({**final, **partial})
-    window = WindowPlan(out, fetches.steps, holds_nothing(out), fetches.crops)
+    window = WindowPlan(out, fetches.steps, holds_nothing(out), fetches.crops, fetches.moved)
     return AdaptivePlan(
         window,
         tuple(moved),
