@@ -53,9 +53,7 @@ def test_case_9_adaptive(pool, size):
 @pytest.mark.parametrize("pool", [F.adaptive_avg_pool2d, F.adaptive_max_pool2d])
 def test_adaptive_on_a_grid_of_ranks(pool, size):
     sizes = [{"h": (9, 7), "w": (1, 8)}, {"h": (16, 0), "w": (5, 4)}]
-    parity(
-        lambda x: pool(x, size), [X], [{2: "h", 3: "w"}], (4,), sizes=sizes, dtype=torch.float64
-    )
+    parity(lambda x: pool(x, size), [X], [{2: "h", 3: "w"}], (4,), sizes=sizes, dtype=torch.float64)
 
 
 def test_global_mean_is_plain():
