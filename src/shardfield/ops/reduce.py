@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -45,6 +46,11 @@ class Reduction:
 
 @torch._dynamo.assume_constant_result
 def _reduction(op, layout: Layout, dim, keepdim: bool) -> Reduction:
+    return _planned(op, layout, dim, keepdim)
+
+
+@lru_cache(maxsize=4096)
+def _planned(op, layout: Layout, dim, keepdim: bool) -> Reduction:
     """Plans a reduction over `dim`: None or () for all dims.
 
     Raises:
