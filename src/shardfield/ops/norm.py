@@ -183,12 +183,13 @@ def instance_norm(
     _more_than_one(op, layout, count)
     weight, bias = _part(weight, plan), _part(bias, plan)
     batch = _batch_groups(layout)
-    if plan.scope is None and not (tracked and batch) and local.numel():
+    if plan.scope is None and not (tracked and batch):
+        block, weight, bias = _filled(local, weight, bias, 1)
         y = torch.instance_norm(
-            local, weight, bias, running_mean, running_var, True, momentum, eps,
+            block, weight, bias, running_mean, running_var, True, momentum, eps,
             torch.backends.cudnn.enabled,
         )  # fmt: skip
-        return wrap(y, layout)
+        return wrap(_unfilled(y, block, local), layout)
     scope = plan.scope or Scope((count,), ())
     samples, channels = local.shape[:2]
     y, mean, variance = standardise(
@@ -200,7 +201,7 @@ def instance_norm(
         _operation(),
     )
     if tracked:
-        both = torch.stack((mean.view(samples, -1), variance.view(samples, -1)))
+        both = torch.stack((mean, variance)).view(2, samples, channels)
         both = reduce_sum(both.sum(1), batch, _operation()) / layout.shape[0]
         _update(running_mean, both[0], momentum)
         _update(running_var, both[1] * (count / (count - 1)), momentum)
@@ -261,19 +262,41 @@ def group_norm(
     if op is F.group_norm:
         _more_than_one(op, layout, layout.shape[0] * per * prod(layout.shape[2:]))
     weight, bias = _part(weight, plan), _part(bias, plan)
+    if plan.scope is None:
+        block, weight, bias = _filled(local, weight, bias, per)
+        y = torch.group_norm(block, block.shape[1] // per, weight, bias, eps, cudnn_enabled)
+        return wrap(_unfilled(y, block, local), layout)
     samples, held = local.shape[0], local.shape[1] // per
-    if plan.scope is None and local.numel():
-        return wrap(torch.group_norm(local, held, weight, bias, eps, cudnn_enabled), layout)
-    scope = plan.scope.times(per) if plan.scope else Scope((1,), ())
     y, _, _ = standardise(
         local.reshape(1, samples * held, per, prod(local.shape[2:])),
         _per_sample(weight, samples, held, per),
         _per_sample(bias, samples, held, per),
-        scope,
+        plan.scope.times(per),
         eps,
         _operation(),
     )
     return _result(y, input, wide=True)
+
+
+def _filled(local: Tensor, weight: Tensor | None, bias: Tensor | None, per: int):
+    """An empty block (and parameters) as one of a single zero sample and group, tied to it.
+
+    torch refuses some empty blocks; and what a rank without elements computes must hang on the
+    same graph as elsewhere, also when gradients are differentiated again.
+    """
+    if local.numel():
+        return local, weight, bias
+    shape = [max(n, 1) for n in local.shape]
+    shape[1] = max(local.shape[1], per)
+    parameters = [
+        p if p is None or len(p) == shape[1] else p.new_zeros(shape[1]) + p.sum()
+        for p in (weight, bias)
+    ]
+    return local.new_zeros(shape) + local.sum(), *parameters
+
+
+def _unfilled(y: Tensor, block: Tensor, local: Tensor) -> Tensor:
+    return y if block is local else y.reshape(-1)[:0].view(local.shape)
 
 
 # --- Layer and RMS norm -----------------------------------------------------------------------------
