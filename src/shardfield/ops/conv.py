@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import transposed_window, window
 from shardfield.registry import register, unsupported
@@ -30,7 +31,7 @@ def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
     return tuple((p, p) for p in _each(padding, len(kernel)))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _check(op, layout: Layout, dims: int) -> int:
     """Number of leading dims before the spatial ones; refuses what has no exact plan."""
     lead = len(layout.dims) - dims
@@ -45,11 +46,16 @@ def _check(op, layout: Layout, dims: int) -> int:
     return lead
 
 
+def _check_weight(op, input, weight, bias) -> None:
+    if not isinstance(input, ShardTensor) or any(isinstance(t, ShardTensor) for t in (weight, bias)):
+        raise unsupported(op, "its weight or bias is split", args=(input, weight, bias))
+
+
 def _extents(layout: Layout, dim: int) -> tuple[int, ...]:
     return layout.extents(dim) or (layout.shape[dim],)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _conv_plan(layout: Layout, lead, out_channels, kernel, stride, padding, dilation) -> WindowPlan:
     plans = {
         lead + i: window(_extents(layout, lead + i), k, stride[i], padding[i], dilation[i])
@@ -69,6 +75,7 @@ def conv(
     op, input: ShardTensor, weight, bias=None, stride=1, padding=0, dilation=1, groups=1
 ) -> ShardTensor:
     """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+    _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
     stride, dilation = _each(stride, dims), _each(dilation, dims)
@@ -95,7 +102,7 @@ def _uneven(pads: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
     return tuple(before for before, _ in pads)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _transposed_plan(
     layout: Layout, lead, out_channels, kernel, stride, padding, output_padding, dilation
 ) -> tuple[WindowPlan, tuple[int, ...], tuple[int, ...]]:
@@ -121,7 +128,7 @@ def _transposed_plan(
         both = max(0, min(start, rows - start - length)) if not extra else 0
         pads[i], extras[i] = both, extra
         crops.append((start - both, length))
-    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops))
+    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops), whole.moved)
     return plan, tuple(pads), tuple(extras)
 
 
@@ -138,6 +145,7 @@ def conv_transpose(
     dilation=1,
 ) -> ShardTensor:
     """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+    _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
     stride, dilation = _each(stride, dims), _each(dilation, dims)
