@@ -9,10 +9,11 @@ import torch
 
 from shardfield.comm.collectives import all_gather
 from shardfield.comm.reduce import use
+from shardfield.constant import constant
 from shardfield.layout import Layout
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def counts_over(layout: Layout, dims: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
     """Elements that each rank along `axes` holds over `dims`, in the order `merge` gathers them."""
     mesh = layout.mesh

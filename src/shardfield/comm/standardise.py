@@ -39,10 +39,6 @@ class Scope:
         """Elements of all ranks."""
         return sum(self.counts)
 
-    def times(self, factor: int) -> Scope:
-        """The scope with `factor` times as many elements on every rank."""
-        return Scope(tuple(count * factor for count in self.counts), self.groups)
-
 
 def standardise(
     x: Tensor,

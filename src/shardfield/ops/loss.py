@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from shardfield.comm.moments import accumulation_dtype
 from shardfield.comm.move import move
 from shardfield.comm.reduce import reduce_sum
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
@@ -24,7 +25,7 @@ def _operation() -> str | None:
     return None if torch.compiler.is_compiling() else current_operation()
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _groups(layout: Layout) -> tuple[str, ...]:
     return groups_of(layout, layout.split_axes)
 
@@ -68,7 +69,7 @@ def _result_dtype(local: Tensor) -> torch.dtype:
 # --- Elementwise losses -----------------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _broadcasting(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """The layout of an operand of `shape` that broadcasts to `layout`."""
     shift = len(layout.dims) - len(shape)
@@ -219,9 +220,9 @@ def kl_div(
 # --- Classification ---------------------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _class_layouts(op, given: Layout, index: bool, classes: int | None):
-    """(class dim, layout of the input, of the result) of a classification loss.
+    """Layouts of the input and of the result of a classification loss.
 
     Args:
         given: layout of the input, or of the target where only that is sharded.
@@ -236,10 +237,10 @@ def _class_layouts(op, given: Layout, index: bool, classes: int | None):
         if given.is_split(dim):
             raise unsupported(op, f"the classes (dim {dim}) of {given} are split")
         without = [factors for d, factors in enumerate(given.dims) if d != dim]
-        return dim, given, Layout(given.mesh, without)
+        return given, Layout(given.mesh, without)
     dim = 1 if given.dims else 0
     dims = [*given.dims[:dim], (Factor(classes),), *given.dims[dim:]]
-    return dim, Layout(given.mesh, dims), given
+    return Layout(given.mesh, dims), given
 
 
 def _classify(op, input, target, weight, ignore_index, reduction, **options) -> Tensor:
@@ -251,7 +252,7 @@ def _classify(op, input, target, weight, ignore_index, reduction, **options) -> 
         classes = input.shape[1 if input.dim() > 1 else 0] if index else None
     if isinstance(weight, ShardTensor):
         raise unsupported(op, "class weights are a plain tensor", args=(weight,))
-    dim, layout, rows = _class_layouts(op, given, index, classes)
+    layout, rows = _class_layouts(op, given, index, classes)
     local = _part(op, input, layout)
     wanted = _part(op, target, rows if index else layout)
     options |= {"weight": weight}
@@ -263,9 +264,7 @@ def _classify(op, input, target, weight, ignore_index, reduction, **options) -> 
     if not groups:
         return op(local, wanted, reduction=reduction, **options)
     dtype = accumulation_dtype(local.dtype)
-    partial = op(
-        local.to(dtype), wanted if index else wanted.to(dtype), reduction="sum", **options
-    )
+    partial = op(local.to(dtype), wanted if index else wanted.to(dtype), reduction="sum", **options)
     if reduction == "mean" and index:
         counted = wanted != ignore_index
         if weight is None:

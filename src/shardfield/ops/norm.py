@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from shardfield.comm.moments import accumulation_dtype, counts_over
 from shardfield.comm.reduce import reduce_sum, use
 from shardfield.comm.standardise import Scope, standardise
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.operands import part_of_plain
@@ -37,14 +37,14 @@ class NormPlan:
     parameters: Layout | None
 
 
-@torch._dynamo.assume_constant_result
-def _plan(op, layout: Layout, dims: tuple[int, ...], channels: tuple[int, ...], unit: int):
-    return _planned(op, layout, dims, channels, unit)
-
-
-@lru_cache(maxsize=4096)
-def _planned(
-    op, layout: Layout, dims: tuple[int, ...], channels: tuple[int, ...], unit: int
+@constant
+def _plan(
+    op,
+    layout: Layout,
+    dims: tuple[int, ...],
+    channels: tuple[int, ...],
+    unit: int,
+    whole: bool = False,
 ) -> NormPlan:
     """Plans statistics over `dims`.
 
@@ -52,6 +52,7 @@ def _planned(
         channels: dims that weight and bias have.
         unit: channels that share a statistic; a split of the channels must not cut them apart.
             0 if they must not be split at all.
+        whole: plan statistics of this rank alone where no dim is split.
 
     Raises:
         UnsupportedOperation: channels split, or not at multiples of `unit`.
@@ -70,9 +71,10 @@ def _planned(
                 "split the channels at multiples of channels/groups, or another dim",
             )
     groups = groups_of(layout, axes)
-    if not groups:
+    if not groups and not whole:
         return NormPlan(dims, None, parameters)
-    return NormPlan(dims, Scope(counts_over(layout, dims, axes), groups), parameters)
+    counts = tuple(count * max(unit, 1) for count in counts_over(layout, dims, axes))
+    return NormPlan(dims, Scope(counts, groups), parameters)
 
 
 def _operation() -> str | None:
@@ -85,9 +87,9 @@ def _part(parameter: Tensor | None, plan: NormPlan) -> Tensor | None:
     return part_of_plain(parameter, plan.parameters)
 
 
-def _need_input(op, *others) -> None:
-    if any(isinstance(other, ShardTensor) for other in others):
-        raise unsupported(op, "weight, bias and buffers are plain tensors", args=(others,))
+def _check(op, input, *others) -> None:
+    if not isinstance(input, ShardTensor) or any(isinstance(o, ShardTensor) for o in others):
+        raise unsupported(op, "its weight, bias or buffers are split", args=(input, others))
 
 
 def _result(y: Tensor, input: ShardTensor, wide: bool = False) -> ShardTensor:
@@ -127,7 +129,7 @@ def batch_norm(
     Comm: in training, per mesh axis, one all-gather of mean and second moment per channel forward
         and one all-reduce of as many numbers backward. In evaluation none.
     """
-    _need_input(op, running_mean, running_var, weight, bias)
+    _check(op, input, running_mean, running_var, weight, bias)
     layout, local = input.layout, local_of(input)
     dims = tuple(d for d in range(len(layout.dims)) if d != 1)
     plan = _plan(op, layout, dims, (1,), 0)
@@ -172,31 +174,30 @@ def instance_norm(
     Comm: as `batch_norm`, numbers per sample and channel; buffers and a split batch, one more
         all-reduce per mesh axis of the batch.
     """
-    _need_input(op, running_mean, running_var, weight, bias)
+    _check(op, input, running_mean, running_var, weight, bias)
     layout, local = input.layout, local_of(input)
     if not use_input_stats:
         return batch_norm(op, input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims = tuple(range(2, len(layout.dims)))
     tracked = running_mean is not None or running_var is not None
-    plan = _plan(op, layout, dims, (1,), 0 if tracked else 1)
+    batch = _batch_groups(layout)
+    plan = _plan(op, layout, dims, (1,), 0 if tracked else 1, bool(tracked and batch))
     count = prod(layout.shape[2:])
     _more_than_one(op, layout, count)
     weight, bias = _part(weight, plan), _part(bias, plan)
-    batch = _batch_groups(layout)
-    if plan.scope is None and not (tracked and batch):
+    if plan.scope is None:
         block, weight, bias = _filled(local, weight, bias, 1)
         y = torch.instance_norm(
             block, weight, bias, running_mean, running_var, True, momentum, eps,
             torch.backends.cudnn.enabled,
         )  # fmt: skip
         return wrap(_unfilled(y, block, local), layout)
-    scope = plan.scope or Scope((count,), ())
     samples, channels = local.shape[:2]
     y, mean, variance = standardise(
         local.reshape(1, samples * channels, 1, prod(local.shape[2:])),
         _per_sample(weight, samples, channels, 1),
         _per_sample(bias, samples, channels, 1),
-        scope,
+        plan.scope,
         eps,
         _operation(),
     )
@@ -208,7 +209,7 @@ def instance_norm(
     return _result(y, input)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _batch_groups(layout: Layout) -> tuple[str, ...]:
     return groups_of(layout, layout.axes(0))
 
@@ -249,7 +250,7 @@ def group_norm(
     Comm: where a spatial dim is split, per mesh axis, one all-gather of mean and second moment per
         sample and group forward and one all-reduce of as many numbers backward.
     """
-    _need_input(op, weight, bias)
+    _check(op, input, weight, bias)
     layout, local = input.layout, local_of(input)
     channels = layout.shape[1]
     if num_groups < 1 or channels % num_groups:
@@ -271,7 +272,7 @@ def group_norm(
         local.reshape(1, samples * held, per, prod(local.shape[2:])),
         _per_sample(weight, samples, held, per),
         _per_sample(bias, samples, held, per),
-        plan.scope.times(per),
+        plan.scope,
         eps,
         _operation(),
     )
@@ -302,13 +303,8 @@ def _unfilled(y: Tensor, block: Tensor, local: Tensor) -> Tensor:
 # --- Layer and RMS norm -----------------------------------------------------------------------------
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _last_dims_plan(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
-    return _last_dims_planned(op, layout, shape)
-
-
-@lru_cache(maxsize=4096)
-def _last_dims_planned(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
     """Plans statistics over the last dims, of global shape `shape`.
 
     Raises:
@@ -321,7 +317,7 @@ def _last_dims_planned(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
             "normalized_shape is the global shape of the last dims",
         )
     dims = tuple(range(first, len(layout.dims)))
-    return _planned(op, layout, dims, dims, 0)
+    return _plan(op, layout, dims, dims, 0)
 
 
 @register(F.layer_norm, torch.layer_norm)
@@ -340,7 +336,7 @@ def layer_norm(
     Comm: where a normalised dim is split, per mesh axis, one all-gather of mean and second moment
         per row forward and one all-reduce of as many numbers backward; else none.
     """
-    _need_input(op, weight, bias)
+    _check(op, input, weight, bias)
     layout, local = input.layout, local_of(input)
     plan = _last_dims_plan(op, layout, tuple(normalized_shape))
     if plan.scope is None:
@@ -374,7 +370,7 @@ def rms_norm(
     Comm: where a normalised dim is split, per mesh axis, one all-reduce of a number per row
         forward and one backward; else none.
     """
-    _need_input(op, weight)
+    _check(op, input, weight)
     layout, local = input.layout, local_of(input)
     plan = _last_dims_plan(op, layout, tuple(normalized_shape))
     if plan.scope is None:

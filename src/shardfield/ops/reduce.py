@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from shardfield.comm.collectives import all_reduce
 from shardfield.comm.moments import accumulation_dtype, counts_over, moments
 from shardfield.comm.reduce import reduce_sum, use
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.registry import current_operation, groups_of, name_of, register, unsupported
@@ -44,13 +44,8 @@ class Reduction:
     local_shape: tuple[int, ...]
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _reduction(op, layout: Layout, dim, keepdim: bool) -> Reduction:
-    return _planned(op, layout, dim, keepdim)
-
-
-@lru_cache(maxsize=4096)
-def _planned(op, layout: Layout, dim, keepdim: bool) -> Reduction:
     """Plans a reduction over `dim`: None or () for all dims.
 
     Raises:
@@ -250,7 +245,9 @@ def _extreme(op, input: ShardTensor, plan: Reduction, largest: bool, nan_ties: b
 
 
 @register(torch.max, Tensor.max, torch.min, Tensor.min)
-def extreme_or_pairs(op, input, dim=None, keepdim: bool = False, *, other=None, out=None, axis=None):
+def extreme_or_pairs(
+    op, input, dim=None, keepdim: bool = False, *, other=None, out=None, axis=None
+):
     """Largest or smallest element; with a dim, of each line and with its index; of two tensors.
 
     Layout, Comm: as `amax`. With a dim it must be unsplit: then none.
