@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from math import prod
 
 from shardfield.errors import LayoutError
@@ -73,10 +73,12 @@ class Layout:
         shape: global shape.
         local_shape: shape of this rank's shard.
         split_axes: mesh axes over which some dim is split, in mesh order.
+        key: a number of this layout alone, in this process.
     """
 
-    __slots__ = ("__weakref__", "dims", "local_shape", "mesh", "shape", "split_axes")
+    __slots__ = ("__weakref__", "dims", "key", "local_shape", "mesh", "shape", "split_axes")
 
+    key: int
     mesh: MeshAxes
     dims: tuple[Dim, ...]
     shape: tuple[int, ...]
@@ -164,6 +166,14 @@ class Layout:
 
 _interned: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictionary()
 
+_by_key: weakref.WeakValueDictionary[int, Layout] = weakref.WeakValueDictionary()
+_keys = count()
+
+
+def layout_by_key(key: int) -> Layout:
+    """The living layout with this `key`."""
+    return _by_key[key]
+
 
 def _intern(mesh: MeshAxes, dims: tuple[Dim, ...]) -> Layout:
     found = _interned.get((mesh, dims))
@@ -195,7 +205,8 @@ def _intern(mesh: MeshAxes, dims: tuple[Dim, ...]) -> Layout:
     layout.shape = tuple(prod(factor.size for factor in dim) for dim in dims)
     layout.split_axes = tuple(axis for axis in mesh.names if axis in used)
     layout.local_shape = layout.local_shape_at(mesh.coordinate)
-    _interned[(mesh, dims)] = layout
+    layout.key = next(_keys)
+    _interned[(mesh, dims)] = _by_key[layout.key] = layout
     return layout
 
 

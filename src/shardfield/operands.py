@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import Run, runs_of
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _runs_here(layout: Layout) -> tuple[tuple[int, tuple[Run, ...]], ...]:
     """(dim, this rank's global runs) of every split dim."""
     mesh = layout.mesh

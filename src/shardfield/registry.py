@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from shardfield.constant import constant
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
@@ -69,7 +70,17 @@ def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler |
     return find
 
 
-@torch._dynamo.assume_constant_result
+def resolve_all(functions: Iterable[Any]) -> None:
+    """Looks up handlers ahead of time, so that code being traced only reads the table."""
+    for function in functions:
+        if function not in _handlers:
+            for find in _fallbacks:
+                found = find(function)
+                if found is not None:
+                    _handlers[function] = found
+                    break
+
+
 def handler_of(function: Any) -> Handler:
     """The handler of a torch function; one that refuses if there is none."""
     found = _handlers.get(function)
@@ -107,7 +118,7 @@ def name_of(function: Any) -> str:
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Entry of every torch function that meets a ShardTensor."""
     if _compiling():
-        return handler_of(func)(func, *args, **kwargs)
+        return _handlers.get(func, _refuse)(func, *args, **kwargs)
     handler = _handlers.get(func) or handler_of(func)
     outer, _state.operation = _state.operation, getattr(func, "__name__", None)
     try:
@@ -135,15 +146,21 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     if not axes or not value.requires_grad:
         return value
     if getattr(value, "_shardfield_managed", None) is not None:
-        return scale_gradient(value, layout.mesh.size(axes))
+        return scale_gradient(value, _ranks(layout, axes))
     groups = groups_of(layout, axes)
     return use(value, groups, _state.operation if not _compiling() else None)
 
 
+@constant
 def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Process groups of mesh axes; axes of one rank need none."""
     mesh = layout.mesh
     return tuple(mesh.group((axis,)) for axis in axes if mesh.size((axis,)) > 1)
+
+
+@constant
+def _ranks(layout: Layout, axes: tuple[str, ...]) -> int:
+    return layout.mesh.size(axes)
 
 
 def split_axes(tensors: list) -> tuple[str, ...]:

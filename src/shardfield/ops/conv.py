@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import transposed_window, window
 from shardfield.registry import register, unsupported
@@ -30,7 +31,7 @@ def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
     return tuple((p, p) for p in _each(padding, len(kernel)))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _check(op, layout: Layout, dims: int) -> int:
     """Number of leading dims before the spatial ones; refuses what has no exact plan."""
     lead = len(layout.dims) - dims
@@ -49,7 +50,7 @@ def _extents(layout: Layout, dim: int) -> tuple[int, ...]:
     return layout.extents(dim) or (layout.shape[dim],)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _conv_plan(layout: Layout, lead, out_channels, kernel, stride, padding, dilation) -> WindowPlan:
     plans = {
         lead + i: window(_extents(layout, lead + i), k, stride[i], padding[i], dilation[i])
@@ -95,7 +96,7 @@ def _uneven(pads: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
     return tuple(before for before, _ in pads)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _transposed_plan(
     layout: Layout, lead, out_channels, kernel, stride, padding, output_padding, dilation
 ) -> tuple[WindowPlan, tuple[int, ...], tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardfield.constant import constant
 from shardfield.comm.move import move
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
@@ -155,7 +156,7 @@ def _writes(op, kwargs) -> bool:
     return name.endswith("_") or bool(kwargs.get("inplace"))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def broadcast_layouts(op, writes: bool, *operands) -> tuple[Layout, tuple[Layout, ...]]:
     """The layout of a broadcast result, and the layout every operand takes for it.
 

@@ -1,0 +1,88 @@
+"""`shardfield.compile`: torch.compile with shards as plain tensors at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardfield.tensor import ShardTensor, local_of, wrap
+
+
+def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Module | Callable:
+    """Compiles a module or function that takes and returns ShardTensors.
+
+    Args:
+        target: called with any nesting of ShardTensors, tensors and constants.
+        options: those of `torch.compile`; `fullgraph=True` and `dynamic=False` by default, since
+            the sizes of shards are part of their layout.
+
+    Returns:
+        A module that shares the parameters of `target`, or a function. Equal layouts do not
+        compile again; every new layout does, on every rank.
+
+    Comm: that of the operations inside, as functional collectives in the graph.
+    """
+    options = {"fullgraph": True, "dynamic": False, **options}
+    if isinstance(target, torch.nn.Module):
+        return CompiledModule(target, options)
+    return _boundary(target, options)
+
+
+class CompiledModule(torch.nn.Module):
+    """A module whose forward is compiled; its parameters are those of the original."""
+
+    def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._call = _boundary(module, options)
+
+    def forward(self, *args, **kwargs):
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _boundary(target: Callable, options: dict[str, Any]) -> Callable:
+    def inner(leaves, layouts, spec):
+        values = [
+            leaf if layout is None else wrap(leaf, layout)
+            for leaf, layout in zip(leaves, layouts, strict=True)
+        ]
+        args, kwargs = tree_unflatten(values, spec)
+        return _opened(target(*args, **kwargs))
+
+    compiled = torch.compile(inner, **options)
+
+    def call(*args, **kwargs):
+        leaves, spec = tree_flatten((args, kwargs))
+        opened, layouts = _split(leaves)
+        out, out_layouts, out_spec = compiled(opened, layouts, spec)
+        closed = [
+            leaf if layout is None else wrap(leaf, layout)
+            for leaf, layout in zip(out, out_layouts, strict=True)
+        ]
+        return tree_unflatten(closed, out_spec)
+
+    return call
+
+
+def _opened(value):
+    leaves, spec = tree_flatten(value)
+    opened, layouts = _split(leaves)
+    return opened, layouts, spec
+
+
+def _split(leaves):
+    opened = [local_of(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    layouts = [leaf._layout if isinstance(leaf, ShardTensor) else None for leaf in leaves]
+    return opened, layouts
+
+
+__all__ = ["CompiledModule", "compile"]
