@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -71,11 +72,11 @@ def _cpu_allocations(profiler: profile) -> list[tuple[int, int]]:
     """(address, bytes) of every CPU allocation (positive) and release (negative), in order."""
     # The event tree is the one place where the profiler tells the addresses.
     roots = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-    kind = torch._C._profiler._ExtraFields_Allocation
     events = [
         event
         for event in _walk(roots)
-        if isinstance(event.extra_fields, kind) and event.extra_fields.device.type == "cpu"
+        if isinstance(event.extra_fields, _ExtraFields_Allocation)
+        and event.extra_fields.device.type == "cpu"
     ]
     events.sort(key=lambda event: event.start_time_ns)
     return [(event.extra_fields.ptr, event.extra_fields.alloc_size) for event in events]

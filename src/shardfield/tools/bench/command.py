@@ -1,5 +1,6 @@
 """`shardfield bench`: everything that is claimed about time and memory, measured in one run."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,14 @@ def bench(
     if unknown := sorted(set(chosen) - set(NAMES)):
         raise typer.BadParameter(f"{unknown}: choose from {list(NAMES)}", param_hint="--only")
     console = Console()
-    results = Results(ranks=ranks, pairs=pairs)
+    busy, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if busy > 0.5:
+        # Ranks wait for each other: one that shares its core holds up all of them.
+        console.print(
+            f"[yellow]Other programs are running (load {busy:.1f} on {cores} cores): the ratios "
+            "will scatter, and those of sharded steps will be too high.[/]"
+        )
+    results = Results(ranks=ranks, pairs=pairs, load_before=busy)
     if "tiny" in chosen:
         with console.status("tiny block"):
             results.tiny = launch(tiny.run, 1, pairs)

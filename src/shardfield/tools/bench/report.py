@@ -50,6 +50,7 @@ class Results:
     keeping: list[Keeping] = field(default_factory=list)
     ranks: int = 2
     pairs: int = 15
+    load_before: float = 0.0
 
     def ratios(self) -> list[Ratio]:
         """The comparisons of the times, in the order of the table."""
@@ -84,7 +85,7 @@ class Results:
                     "torch": torch.__version__,
                     "processor": platform.processor() or platform.machine(),
                     "cores": os.cpu_count(),
-                    "load_average": os.getloadavg(),
+                    "load_before": self.load_before,
                 },
                 "ranks": self.ranks,
                 "pairs": self.pairs,

@@ -7,6 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from shardfield.tensor import ShardTensor
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -81,9 +83,10 @@ class SlabCounter:
             handle.remove()
 
     def _count(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        (x,) = inputs
-        extents = [t.layout.extents(self._dim) for t in (x, output)]  # type: ignore[attr-defined]
-        rows = rows_from_others(*extents, layer, self._dim - 2)
+        x, y = cast(ShardTensor, inputs[0]), cast(ShardTensor, output)
+        taken, made = x.layout.extents(self._dim), y.layout.extents(self._dim)
+        if taken is None or made is None:
+            raise ValueError(f"dim {self._dim} of the input of {layer} is not simply split")
         row = math.prod(x.shape) // x.shape[self._dim] * x.element_size()
-        for rank, count in enumerate(rows):
+        for rank, count in enumerate(rows_from_others(taken, made, layer, self._dim - 2)):
             self.bytes[rank] += count * row

@@ -46,7 +46,7 @@ class GroupNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, Tensor, None]:  # type: ignore[override]
         """One fused pass for the sums, one all-reduce, one scale-and-shift for the result."""
         x, mean, scale, weight = ctx.saved_tensors
         batch, channels = x.shape[:2]

@@ -69,7 +69,7 @@ class WithHalo(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """Adds what the neighbours return to the block's own border rows, in place."""
         before, after = ctx.halo
         exchange = Exchange(gradient, send=(before, after), receive=(after, before))
