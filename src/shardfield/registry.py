@@ -14,6 +14,7 @@ from shardfield.constant import constant
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
+from shardfield.mesh import TENSOR
 from shardfield.tensor import ShardTensor, install_dispatch, local_of, wrap
 
 log = logging.getLogger("shardfield")
@@ -146,7 +147,10 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     if not axes or not value.requires_grad:
         return value
     if getattr(value, "_shardfield_managed", None) is not None:
-        return scale_gradient(value, _ranks(layout, axes))
+        # The wrapper averages over data and domain only: over tensor the sum is ours.
+        averaged = tuple(axis for axis in axes if axis != TENSOR)
+        value = scale_gradient(value, _ranks(layout, averaged))
+        axes = tuple(axis for axis in axes if axis == TENSOR)
     groups = groups_of(layout, axes)
     return use(value, groups, _state.operation if not _compiling() else None)
 

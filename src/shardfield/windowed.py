@@ -38,17 +38,14 @@ class WindowPlan:
         steps: fetches to run, one per dim split over more than one rank.
         empty: this rank holds no output.
         crops: (start, rows) of the local result to keep along each dim of `steps`, or None.
+        moved: dims whose padding the fetch supplies.
     """
 
     layout: Layout
     steps: tuple[Step, ...]
     empty: bool
     crops: tuple[tuple[int, int] | None, ...]
-
-    @property
-    def moved(self) -> tuple[int, ...]:
-        """Dims whose padding the fetch supplies."""
-        return tuple(step.dim for step in self.steps)
+    moved: tuple[int, ...]
 
 
 def window_plan(
@@ -77,7 +74,8 @@ def window_plan(
         changes[channels[0]] = (Factor(channels[1]),)
     out = layout.replace(changes)
     empty = any(out.local_shape[step.dim] == 0 for step in steps)
-    return WindowPlan(out, tuple(steps), empty, tuple(crops))
+    moved = tuple(step.dim for step in steps)
+    return WindowPlan(out, tuple(steps), empty, tuple(crops), moved)
 
 
 def windowed(
@@ -105,7 +103,7 @@ def windowed(
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
         return wrap(nothing(plan.layout.local_shape, (block, *ties)), plan.layout)
-    if torch.compiler.is_compiling() or block is local:
+    if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
         keep = rebuilt(local, block, plan.steps)

@@ -18,16 +18,29 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 make_subclass = torch.Tensor._make_subclass
 
 
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def saved_tensor_hooks_in_force():
     """The (pack, unpack) pair of the innermost `saved_tensors_hooks`, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@torch._dynamo.assume_constant_result
+def rank_of(group: str) -> int:
+    """This rank's index in a process group."""
+    return resolve_group(group).rank()
 
 
 __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "default_store",
+    "in_backward",
     "make_subclass",
+    "rank_of",
     "resolve_group",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",

@@ -32,7 +32,7 @@ class waiting:
 
     Args:
         name: The collective, for instance ``"all_reduce"``.
-        group: The process group it runs on, or its name.
+        group: The process group it runs on, or its name; None for the default group.
         operation: What the user called, for instance ``"conv2d"``.
 
     Raises:
@@ -44,7 +44,7 @@ class waiting:
     def __init__(
         self,
         name: str,
-        group: dist.ProcessGroup | str,
+        group: dist.ProcessGroup | str | None,
         operation: str | None = None,
         signature: object = None,
     ) -> None:
@@ -89,7 +89,7 @@ class collective(waiting):
 
     Args:
         name: The collective, for instance ``"all_reduce"``.
-        group: The process group it runs on, or its name.
+        group: The process group it runs on, or its name; None for the default group.
         operation: What the user called, for instance ``"conv2d"``.
         signature: Anything whose ``repr`` must be the same on all ranks (extents, shape, dtype).
 
@@ -187,14 +187,15 @@ class _Session:
         try:
             self._store.set(own, entry)
             problem = self._await(keys, ranks)
-            if problem is None:
-                entries = [value.decode() for value in self._store.multi_get(keys)]
-                if any(other != entry for other in entries):
-                    problem = _difference(ranks, entries)
             if problem is not None:
                 # A rank that comes late must find that this one has left.
                 self._store.set(own, f"nothing: it gave up waiting at {call.title()}")
-            elif number > 1:
+            else:
+                # Entries that differ stay as they are: the others have yet to read them.
+                entries = [value.decode() for value in self._store.multi_get(keys)]
+                if any(other != entry for other in entries):
+                    problem = _difference(ranks, entries)
+            if problem is None and number > 1:
                 # Whoever wrote this meeting's entry has read the last one's.
                 self._store.delete_key(f"{group}/{number - 1}/{self._rank}")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -251,10 +252,13 @@ def _failure(call: waiting, problem: str) -> RankFailure:
     )
 
 
-def _members(group: dist.ProcessGroup | str) -> tuple[str, list[int]]:
+def _members(group: dist.ProcessGroup | str | None) -> tuple[str, list[int]]:
     """Name and global ranks of a group."""
     if isinstance(group, str):
-        group = resolve_group(group)
+        group = resolve_group(group)  # type: ignore[arg-type]
+    elif group is None:
+        group = dist.group.WORLD
+    assert group is not None
     return group.group_name, dist.get_process_group_ranks(group)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -131,7 +131,7 @@ def sweep(
 def _weighted(size: int, weights: Sequence[int]) -> Extents:
     total, points = sum(weights), [0]
     points += [size * weight // total for weight in accumulate(weights)]
-    return tuple(b - a for a, b in zip(points, points[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(points))
 
 
 def _axes(splits: Sequence[Split]) -> list[str]:
@@ -164,7 +164,7 @@ def _by_axis(
             continue
         cases = list(split_cases(rows, count).items())
         if rows % count == 0:
-            cases = cases[1:] or cases  # the default split is the even one
+            cases = cases[1:]  # the default split is the even one
         for index, (name, _) in enumerate(cases):
             # Axes are shifted against each other, so that an empty row meets a full column.
             found.setdefault(name, {})[axis] = cases[(index + place) % len(cases)][1]

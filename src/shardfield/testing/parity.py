@@ -17,7 +17,7 @@ from shardfield.testing.cases import Case, Extents, Split, sweep
 from shardfield.testing.evaluate import Results, evaluate, tolerance
 from shardfield.testing.parity_rank import Expected, Problem, Verdict, check, refuse
 from shardfield.testing.pool import rank_pool
-from shardfield.testing.vacuity import is_vacuous
+from shardfield.testing.vacuity import is_vacuous, share
 
 _DTYPES = (torch.float64, torch.float32)
 _cases_run = 0
@@ -60,7 +60,7 @@ def parity(
     subgroup: bool = True,
     output: Literal["sharded", "plain"] | None = None,
     whole: bool = False,
-    timeout: float = 120.0,
+    timeout: float = 90.0,
 ) -> Report:
     """Runs `fn` in one process and on ranks with sharded inputs; everything must be equal.
 
@@ -108,7 +108,7 @@ def parity(
     counts = sorted({1, *ranks}) if not whole else sorted(ranks)
     cases = list(sweep(problem.tensors(), splits, counts, sizes, dtypes, backend, subgroup))
     complaints: list[str] = []
-    share, alone = 0.0, None
+    largest, alone = 0.0, None
     for world in sorted({case.world for case in cases}):
         batch = [case for case in cases if case.world == world]
         rows = _run(problem, expected, batch, world, timeout)
@@ -118,15 +118,16 @@ def parity(
             if len(verdicts) > 1:
                 wrong += _across(verdicts, output)
                 if not case.backend and not whole:
-                    share = max(share, _share(verdicts, alone))
-                    if is_vacuous([item.work for item in verdicts], alone):
+                    work = [item.work for item in verdicts]
+                    largest = max(largest, share(work, alone))
+                    if is_vacuous(work, alone, max(size for _, size in verdicts[0].held)):
                         wrong.append("vacuous: every rank did the work of one process")
             complaints += [f"{case.name}: {text}" for text in wrong]
     if complaints:
         shown = "\n  ".join(complaints[:12])
         more = f"\n  and {len(complaints) - 12} more" if len(complaints) > 12 else ""
         raise ParityError(f"parity of {_name(fn)} fails in {len(cases)} cases:\n  {shown}{more}")
-    return Report(len(cases), share)
+    return Report(len(cases), largest)
 
 
 def refused(
@@ -278,12 +279,6 @@ def _across(verdicts: Sequence[Verdict], output: str | None) -> list[str]:
     if output is not None and kinds != {output}:
         wrong.append(f"the outputs are {sorted(kinds)}, not {output}")
     return wrong
-
-
-def _share(verdicts: Sequence[Verdict], alone: Any) -> float:
-    if alone.computed == 0:
-        return 0.0
-    return min(item.work.computed for item in verdicts) / alone.computed
 
 
 def _count(cases: int) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import io
 import multiprocessing
 import os
 import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, forkserver
-from types import ModuleType
-from typing import Any
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
-from shardfield.testing.worker import Call, Failure, Reply, serve
+from shardfield.testing.worker import Call, Failure, Reply, named_code, serve
 
 # What every rank needs, imported once in the fork server: a rank then starts in milliseconds.
 _PRELOAD = [
@@ -39,6 +42,18 @@ _ENVIRONMENT = {
     # A rank looks several times a second whether an absent one has failed; c10d logs each look.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+
+
+_reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps file names, which cloudpickle drops: a rank's traceback then shows the source."""
+
+    dispatch_table: ClassVar[Mapping[type, Callable[..., Any]]] = {
+        **cloudpickle.Pickler.dispatch_table,
+        CodeType: lambda code: (named_code, (code.co_filename, *_reduce_code(code))),
+    }
 
 
 class RankError(AssertionError):
@@ -93,7 +108,7 @@ class RankPool:
         self.device = chosen or ("cuda" if torch.cuda.is_available() else "cpu")
         self.timeout = timeout
         self.grace = grace
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[BaseProcess] = []
         self._calls: list[connection.Connection] = []
         self._controls: list[connection.Connection] = []
         self._store: dist.TCPStore | None = None
@@ -128,7 +143,7 @@ class RankPool:
             self._start()
         self._number += 1
         with _pickled_by_value(sys.modules.get(getattr(fn, "__module__", None) or "")):
-            function = cloudpickle.dumps((fn, args))
+            function = _pickle((fn, args))
         # Below the call's own limit, so that an absent rank is named by the ranks that miss it.
         call = Call(self._number, list(sys.path), function, limit / 2)
         payload = pickle.dumps(call)
@@ -136,11 +151,19 @@ class RankPool:
             # A rank that is dead already is found dead while its answer is collected.
             with suppress(BrokenPipeError):
                 pipe.send_bytes(payload)
-        replies, failures = self._collect(limit)
+        try:
+            replies, failures = self._collect(limit)
+        except BaseException:
+            # Interrupted, or the caller's own time limit: late answers must not meet a later call.
+            self.close()
+            raise
         _warn_again(replies)
         failures |= {
             rank: reply.failure for rank, reply in replies.items() if reply.failure is not None
         }
+        if len({reply.groups for reply in replies.values()}) > 1:
+            # torch names groups by counting; ranks that count differently never meet again.
+            self.close()
         if failures:
             raise RankError(self.world_size, dict(sorted(failures.items())))
         return [replies[rank].value for rank in range(self.world_size)]
@@ -157,7 +180,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = _fork_server()
-        self._store = dist.TCPStore(
+        store = self._store = dist.TCPStore(
             "127.0.0.1",
             0,
             is_master=True,
@@ -170,7 +193,7 @@ class RankPool:
             settings = (self.device, self.timeout)
             process = context.Process(
                 target=serve,
-                args=(rank, self.world_size, self._store.port, call_end, control_end, *settings),
+                args=(rank, self.world_size, store.port, call_end, control_end, *settings),
                 daemon=True,
                 name=f"rank {rank} of {self.world_size}",
             )
@@ -256,7 +279,7 @@ def _warn_again(replies: dict[int, Reply]) -> None:
         warnings.warn_explicit(text, category, filename, line)
 
 
-def _fork_server() -> multiprocessing.context.ForkServerContext:
+def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     # The fork server imports from where this process does, an uninstalled checkout included.
@@ -274,6 +297,12 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
             else:
                 os.environ[name] = value
     return context
+
+
+def _pickle(value: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
 
 
 @contextmanager

@@ -11,14 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operations that move values and compute none: a halo makes a rank move more than its share.
+# fmt: off
 _MOVES = frozenset(
-    """
-    _to_copy alias arange cat clone constant_pad_nd contiguous copy copy_ detach empty empty_like
-    empty_strided fill_ full full_like gather index index_put index_put_ index_select lift_fresh
-    new_empty new_empty_strided new_full new_ones new_zeros ones ones_like pad resize_ scalar_tensor
-    scatter slice_scatter split_with_sizes_copy stack zero_ zeros zeros_like
-    """.split()
+    {
+        "_to_copy", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
+        "copy_", "detach", "empty", "empty_like", "empty_strided", "fill_", "full", "full_like",
+        "gather", "index", "index_put", "index_put_", "index_select", "lift_fresh", "new_empty",
+        "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "pad",
+        "resize_", "scalar_tensor", "scatter", "slice_scatter", "split_with_sizes_copy",
+        "stack", "zero_", "zeros", "zeros_like",
+    }
 )
+# fmt: on
 
 
 @dataclass
@@ -27,15 +31,16 @@ class Work:
 
     Attributes:
         computed: Elements in and out of computing operations.
+        made: Elements out of them.
         largest: Elements of the largest tensor among those.
-        moved: Elements out of every operation that is no view, collectives included.
-        largest_moved: Elements of the largest tensor among those.
+        moved: Elements of the largest tensor out of any operation that is no view, collectives
+            included.
     """
 
     computed: int = 0
+    made: int = 0
     largest: int = 0
     moved: int = 0
-    largest_moved: int = 0
 
 
 class CountWork(TorchDispatchMode):
@@ -56,12 +61,12 @@ class CountWork(TorchDispatchMode):
         if func.is_view or func.namespace in ("prim", "profiler"):
             return out
         made = self._sizes(out)
-        self.work.moved += sum(made)
-        self.work.largest_moved = max((self.work.largest_moved, *made))
+        self.work.moved = max((self.work.moved, *made))
         if func.namespace != "aten" or func._schema.name.removeprefix("aten::") in _MOVES:
             return out
         sizes = [*made, *self._sizes((args, kwargs))]
         self.work.computed += sum(sizes)
+        self.work.made += sum(made)
         self.work.largest = max((self.work.largest, *sizes))
         return out
 
@@ -73,15 +78,28 @@ class CountWork(TorchDispatchMode):
         ]
 
 
-def is_vacuous(ranks: Sequence[Work], alone: Work) -> bool:
-    """Whether every rank did at least the work of one rank alone, on tensors as large.
+def share(ranks: Sequence[Work], alone: Work) -> float:
+    """The part of one process's computing work that the idlest rank did."""
+    if alone.computed == 0:
+        return 0.0
+    return min(
+        min(work.computed / alone.computed, work.made / max(alone.made, 1)) for work in ranks
+    )
 
-    Both have to hold: a fused operation may become several smaller ones, and a halo may be wider
-    than the tensor.
+
+def is_vacuous(ranks: Sequence[Work], alone: Work, whole: int) -> bool:
+    """Whether every rank read and made at least as much as one rank alone, in tensors as large.
+
+    All have to hold. An honest reduction makes as much as one process but reads less; with a halo
+    wider than the tensor a rank reads more but makes less; a fused operation that becomes several
+    reads and makes more, but in smaller tensors. Where one rank alone computes nothing, no rank
+    needs a tensor of `whole` elements, the size of the largest split input.
     """
-    if all(work.computed == 0 for work in ranks):
-        return all(
-            work.moved >= alone.moved and work.largest_moved >= alone.largest_moved > 0
-            for work in ranks
-        ) and any(work.moved > 0 for work in ranks)
-    return all(work.computed >= alone.computed and work.largest >= alone.largest for work in ranks)
+    if alone.computed == 0:
+        return all(work.moved >= whole > 0 for work in ranks)
+    return all(
+        work.computed >= alone.computed
+        and work.made >= alone.made
+        and work.largest >= alone.largest
+        for work in ranks
+    )

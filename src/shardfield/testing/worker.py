@@ -9,16 +9,18 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 from shardfield import registry
 from shardfield.comm import agreement
@@ -42,7 +44,7 @@ class Rank:
     world_size: int
     device: torch.device
 
-    def mesh(self, **axes: int) -> DeviceMesh:
+    def mesh(self, **axes: Any) -> DeviceMesh:
         """`shardfield.init_mesh(**axes)`, made once per pool: process groups are never freed."""
         key = tuple(axes.items())
         if key not in _meshes:
@@ -100,11 +102,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """One rank's answer."""
+    """One rank's answer; `groups` is the number of process groups the world has made so far."""
 
     value: Any
     failure: Failure | None
     warnings: list[tuple[type[Warning], str, str, int]]
+    groups: int
 
 
 def serve(
@@ -143,6 +146,11 @@ def current_operation() -> str | None:
     return agreement.current() or registry.current_operation()
 
 
+def named_code(name: str, make: Callable[..., CodeType], args: tuple) -> CodeType:
+    """Rebuilds a code object that was sent with the name of its file."""
+    return make(*args).replace(co_filename=name)
+
+
 def _run(context: Rank, call: Call) -> Reply:
     value, failure = None, None
     torch.manual_seed(0)
@@ -165,7 +173,7 @@ def _run(context: Rank, call: Call) -> Reply:
             first_line = failure.text.partition("\n")[0]
             agreement.publish(f"raised {failure.kind}{place}: {first_line}")
     seen = [(w.category, str(w.message), w.filename, w.lineno) for w in caught]
-    return Reply(value, failure, list(dict.fromkeys(seen)))
+    return Reply(value, failure, list(dict.fromkeys(seen)), _world.group_count)
 
 
 def _operation_of(error: BaseException) -> str | None:
@@ -181,7 +189,7 @@ def _pack(reply: Reply) -> bytes:
         return cloudpickle.dumps(reply)
     except Exception as error:  # noqa: BLE001
         failure = Failure(type(error).__name__, str(error), "pickling of the result", "")
-        return cloudpickle.dumps(Reply(None, failure, []))
+        return cloudpickle.dumps(Reply(None, failure, [], reply.groups))
 
 
 def _answer(control: Connection, main: int) -> None:
