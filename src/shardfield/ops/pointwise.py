@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardfield.constant import constant
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
