@@ -207,23 +207,21 @@ def transposed_window(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the assembled result: `length` rows at `start` of a source.
+    """A part of the assembled result.
 
     Attributes:
         source: "local", "received" or "fill".
-        start: first row in the source (for step -1 the last one, in reading order the first).
+        start: first row in the source.
+        length: rows of the result.
         step: 1 as is, -1 reversed, 0 one row repeated `length` times.
+        rows: rows taken from the source.
     """
 
     source: str
     start: int
     length: int
-    step: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Rows taken from the source."""
-        return min(1, self.length) if self.step == 0 else self.length
+    step: int
+    rows: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -238,6 +236,8 @@ class Exchange:
         out_rows: rows of the result.
         silent: no rank sends anything; then no collective is entered.
         core: index of the piece that is the whole local block, if there is one.
+        returns: for every rank that rows came from, the indices of their pieces, in the order
+            in which they arrived.
     """
 
     rows: int
@@ -247,6 +247,7 @@ class Exchange:
     out_rows: int
     silent: bool
     core: int | None
+    returns: tuple[tuple[int, ...], ...]
 
     @property
     def sent_rows(self) -> int:
@@ -337,19 +338,21 @@ def exchange(owned: tuple[tuple[Run, ...], ...], wanted: Wanted, rank: int) -> E
     for source in range(ranks):
         offset[source + 1] += offset[source]
     pieces: list[Piece] = []
+    returns: list[list[int]] = [[] for _ in range(ranks)]
     core = None
     for segment, parts in mine:
         if segment.start is None:
-            pieces.append(Piece("fill", 0, segment.length))
+            pieces.append(Piece("fill", 0, segment.length, 1, 0))
         for owner, at, length, step in parts:
+            rows_taken = min(length, 1) if step == 0 else length
             if owner == rank:
                 if step == 1 and at == 0 and length == rows and core is None:
                     core = len(pieces)
-                pieces.append(Piece("local", at, length, step))
+                pieces.append(Piece("local", at, length, step, rows_taken))
             else:
-                piece = Piece("received", offset[owner], length, step)
-                offset[owner] += piece.rows
-                pieces.append(piece)
+                returns[owner].append(len(pieces))
+                pieces.append(Piece("received", offset[owner], length, step, rows_taken))
+                offset[owner] += rows_taken
     return Exchange(
         rows,
         tuple(tuple(slabs) for slabs in sends),
@@ -358,4 +361,5 @@ def exchange(owned: tuple[tuple[Run, ...], ...], wanted: Wanted, rank: int) -> E
         sum(piece.length for piece in pieces),
         silent,
         core,
+        tuple(tuple(order) for order in returns if order),
     )

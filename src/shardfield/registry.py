@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from shardfield.constant import constant
+from shardfield.comm._torch import let_dynamo_dispatch
 from shardfield.comm.reduce import scale_gradient, use
+from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
+from shardfield.mesh import TENSOR
 from shardfield.tensor import ShardTensor, install_dispatch, local_of, wrap
 
 log = logging.getLogger("shardfield")
@@ -59,6 +61,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
             _handlers[function] = entry
+        let_dynamo_dispatch(functions)
         return handler
 
     return decorate
@@ -146,7 +149,10 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     if not axes or not value.requires_grad:
         return value
     if getattr(value, "_shardfield_managed", None) is not None:
-        return scale_gradient(value, _ranks(layout, axes))
+        # The wrapper averages over data and domain only: over tensor the sum is ours.
+        averaged = tuple(axis for axis in axes if axis != TENSOR)
+        value = scale_gradient(value, _ranks(layout, averaged))
+        axes = tuple(axis for axis in axes if axis == TENSOR)
     groups = groups_of(layout, axes)
     return use(value, groups, _state.operation if not _compiling() else None)
 

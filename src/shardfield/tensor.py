@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 
-from shardfield.comm._torch import DisableTorchDispatch, DisableTorchFunction, make_subclass
+from shardfield.comm._torch import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    in_backward,
+    make_subclass,
+)
 from shardfield.errors import LayoutError, UnsupportedOperation
 from shardfield.layout import Layout
 
@@ -187,7 +193,8 @@ class ShardTensor(torch.Tensor):
 
     def retain_grad(self) -> None:
         """Keeps `.grad` of a tensor that is not a leaf."""
-        _kept(self, "retain_grad").retain_grad()
+        with DisableTorchFunction():
+            torch.Tensor.retain_grad(self if self._local is None else self._local)
 
     def register_hook(self, hook):
         """Calls `hook` with the gradient, a ShardTensor; what it returns replaces the gradient."""
@@ -197,13 +204,17 @@ class ShardTensor(torch.Tensor):
             replaced = hook(wrap(grad, layout))
             return None if replaced is None else local_of(replaced)
 
-        return _kept(self, "register_hook").register_hook(on_local)
+        with DisableTorchFunction():
+            return torch.Tensor.register_hook(
+                self if self._local is None else self._local, on_local
+            )
 
     def register_post_accumulate_grad_hook(self, hook):
         """Calls `hook` with this tensor once its `.grad` has been accumulated."""
-        return _kept(self, "register_post_accumulate_grad_hook").register_post_accumulate_grad_hook(
-            lambda _: hook(self)
-        )
+        with DisableTorchFunction():
+            return torch.Tensor.register_post_accumulate_grad_hook(
+                self if self._local is None else self._local, lambda _: hook(self)
+            )
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
         """As `torch.Tensor.backward`; a sharded tensor needs a `gradient` of its layout."""
@@ -306,6 +317,11 @@ class EagerShardTensor(ShardTensor):
         if func in _HARMLESS:
             with DisableTorchFunction(), DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
+        if in_backward():
+            # A gradient that Python code handed to the engine (reentrant checkpointing does): the
+            # formulas of local operations act on local cotangents.
+            args, kwargs = tree_map_only(ShardTensor, local_of, (args, kwargs or {}))
+            return func(*args, **kwargs)
         raise UnsupportedOperation(
             f"{func} reached a local shard without passing a shardfield handler",
             "code that bypasses torch's Python functions would compute a local result",
@@ -360,14 +376,6 @@ def local_of(x: Tensor) -> Tensor:
         return local
     with DisableTorchFunction(), DisableTorchDispatch():
         return _as_subclass(x, Tensor)
-
-
-def _kept(x: ShardTensor, asked: str) -> Tensor:
-    if x._local is None:
-        raise LayoutError(
-            f"{asked} on {describe(x)} made under no_grad", "gradients do not flow to it"
-        )
-    return x._local
 
 
 def describe(value: Any) -> str:

@@ -38,17 +38,14 @@ class WindowPlan:
         steps: fetches to run, one per dim split over more than one rank.
         empty: this rank holds no output.
         crops: (start, rows) of the local result to keep along each dim of `steps`, or None.
+        moved: dims whose padding the fetch supplies.
     """
 
     layout: Layout
     steps: tuple[Step, ...]
     empty: bool
     crops: tuple[tuple[int, int] | None, ...]
-
-    @property
-    def moved(self) -> tuple[int, ...]:
-        """Dims whose padding the fetch supplies."""
-        return tuple(step.dim for step in self.steps)
+    moved: tuple[int, ...]
 
 
 def window_plan(
@@ -76,8 +73,13 @@ def window_plan(
     if channels is not None:
         changes[channels[0]] = (Factor(channels[1]),)
     out = layout.replace(changes)
-    empty = any(out.local_shape[step.dim] == 0 for step in steps)
-    return WindowPlan(out, tuple(steps), empty, tuple(crops))
+    moved = tuple(step.dim for step in steps)
+    return WindowPlan(out, tuple(steps), holds_nothing(out), tuple(crops), moved)
+
+
+def holds_nothing(layout: Layout) -> bool:
+    """Whether some split of a tensor, along any dim, leaves this rank without elements."""
+    return any(layout.axes(dim) and not rows for dim, rows in enumerate(layout.local_shape))
 
 
 def windowed(
@@ -97,7 +99,7 @@ def windowed(
     Comm: one fetch per split dim, forward and backward.
     """
     local = local_of(x)
-    if not plan.steps:
+    if not plan.steps and not plan.empty:
         return wrap(act(local), plan.layout)
     operation = None if torch.compiler.is_compiling() else current_operation()
     block = local
@@ -105,7 +107,7 @@ def windowed(
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
         return wrap(nothing(plan.layout.local_shape, (block, *ties)), plan.layout)
-    if torch.compiler.is_compiling() or block is local:
+    if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
         keep = rebuilt(local, block, plan.steps)

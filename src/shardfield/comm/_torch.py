@@ -18,16 +18,41 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 make_subclass = torch.Tensor._make_subclass
 
 
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def saved_tensor_hooks_in_force():
     """The (pack, unpack) pair of the innermost `saved_tensors_hooks`, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def let_dynamo_dispatch(functions) -> None:
+    """Has Dynamo pass these functions to `__torch_function__`, as eager torch does.
+
+    Its list leaves out some that do so, `torch.rand_like` among them; traced code would then get
+    this rank's local result without an error.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().update(functions)
+
+
+@torch._dynamo.assume_constant_result
+def rank_of(group: str) -> int:
+    """This rank's index in a process group."""
+    return resolve_group(group).rank()
 
 
 __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "default_store",
+    "in_backward",
+    "let_dynamo_dispatch",
     "make_subclass",
+    "rank_of",
     "resolve_group",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
+from shardfield.comm._torch import default_store, resolve_group
 from shardfield.errors import RankFailure
 
 _session: _Session | None = None
@@ -32,7 +32,7 @@ class waiting:
 
     Args:
         name: The collective, for instance ``"all_reduce"``.
-        group: The process group it runs on, or its name.
+        group: The process group it runs on, or its name; None for the default group.
         operation: What the user called, for instance ``"conv2d"``.
 
     Raises:
@@ -44,7 +44,7 @@ class waiting:
     def __init__(
         self,
         name: str,
-        group: dist.ProcessGroup | str,
+        group: dist.ProcessGroup | str | None,
         operation: str | None = None,
         signature: object = None,
     ) -> None:
@@ -54,7 +54,8 @@ class waiting:
         self.signature = signature
 
     def __enter__(self) -> None:
-        pass
+        if _session is not None:
+            _session.current = self
 
     def __exit__(
         self,
@@ -62,6 +63,8 @@ class waiting:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if _session is not None:
+            _session.current = None
         # An exact type: torch's own transport errors are plain RuntimeErrors or DistErrors, while
         # NotImplementedError, out-of-memory and this package's errors are RuntimeErrors by
         # inheritance and must reach the user as they are.
@@ -86,7 +89,7 @@ class collective(waiting):
 
     Args:
         name: The collective, for instance ``"all_reduce"``.
-        group: The process group it runs on, or its name.
+        group: The process group it runs on, or its name; None for the default group.
         operation: What the user called, for instance ``"conv2d"``.
         signature: Anything whose ``repr`` must be the same on all ranks (extents, shape, dtype).
 
@@ -99,6 +102,7 @@ class collective(waiting):
 
     def __enter__(self) -> None:
         if _session is not None:
+            _session.current = self
             _session.meet(self)
 
 
@@ -126,6 +130,12 @@ def disable() -> None:
     _session = None
 
 
+def current() -> str | None:
+    """The collective this process is in, with the agreement on; read from another thread."""
+    call = _session.current if _session is not None else None
+    return call.title() if call is not None else None
+
+
 def publish(text: str) -> None:
     """Tells the other ranks why this one takes part in no further collective.
 
@@ -140,7 +150,7 @@ def enable_from_environment() -> None:
     """Turns the agreement on where ``SHARDFIELD_AGREEMENT=1``; needs the default process group."""
     if os.environ.get("SHARDFIELD_AGREEMENT") != "1" or _session is not None:
         return
-    store = dist.PrefixStore("shardfield/agreement", _get_default_store())
+    store = dist.PrefixStore("shardfield/agreement", default_store())
     enable(store, dist.get_rank(), float(os.environ.get("SHARDFIELD_AGREEMENT_LIMIT", "300")), 2.0)
     earlier = sys.excepthook
 
@@ -160,6 +170,7 @@ class _Session:
         self._rank = rank
         self._limit = limit
         self._poll = timedelta(seconds=poll)
+        self.current: waiting | None = None
         self._met: dict[str, int] = {}
         self._published = False
         self._lock = threading.Lock()
@@ -176,20 +187,22 @@ class _Session:
         try:
             self._store.set(own, entry)
             problem = self._await(keys, ranks)
-            if problem is None:
-                entries = [value.decode() for value in self._store.multi_get(keys)]
-                if any(other != entry for other in entries):
-                    problem = _difference(ranks, entries)
             if problem is not None:
                 # A rank that comes late must find that this one has left.
                 self._store.set(own, f"nothing: it gave up waiting at {call.title()}")
-            elif number > 1:
+            else:
+                # Entries that differ stay as they are: the others have yet to read them.
+                entries = [value.decode() for value in self._store.multi_get(keys)]
+                if any(other != entry for other in entries):
+                    problem = _difference(ranks, entries)
+            if problem is None and number > 1:
                 # Whoever wrote this meeting's entry has read the last one's.
                 self._store.delete_key(f"{group}/{number - 1}/{self._rank}")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             reason = f"the store was lost, a rank has probably died: {_first_line(str(error))}"
             raise _failure(call, reason) from error
         if problem is not None:
+            self.current = None  # no __exit__ follows an __enter__ that raised
             raise _failure(call, problem)
 
     def publish(self, text: str) -> None:
@@ -239,10 +252,13 @@ def _failure(call: waiting, problem: str) -> RankFailure:
     )
 
 
-def _members(group: dist.ProcessGroup | str) -> tuple[str, list[int]]:
+def _members(group: dist.ProcessGroup | str | None) -> tuple[str, list[int]]:
     """Name and global ranks of a group."""
     if isinstance(group, str):
-        group = _resolve_process_group(group)
+        group = resolve_group(group)  # type: ignore[arg-type]
+    elif group is None:
+        group = dist.group.WORLD
+    assert group is not None
     return group.group_name, dist.get_process_group_ranks(group)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
+from shardfield.comm._torch import rank_of
 from shardfield.comm.collectives import all_to_all
 from shardfield.plan import Exchange, Piece
 
@@ -36,6 +36,15 @@ def fetch(
     return _Fetch.apply(local, dim, plan, group, fill, operation)
 
 
+def row_size(shape: Sequence[int], dims: tuple[int, ...]) -> int:
+    """Elements of one index of `dims`: the product of the other sizes."""
+    size = 1  # a loop: Dynamo does not trace math.prod of a generator
+    for index, extent in enumerate(shape):
+        if index not in dims:
+            size *= extent
+    return size
+
+
 def _shaped(like: torch.Tensor, dim: int, rows: int) -> list[int]:
     shape = list(like.shape)
     shape[dim] = rows
@@ -50,21 +59,50 @@ def _send_slabs(
     receives: Sequence[int],
     group: str,
     operation: str | None,
-) -> list[torch.Tensor | None]:
-    """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank."""
-    row = prod(size for index, size in enumerate(like.shape) if index != dim)
-    parts = [slab.reshape(-1) for slab in slabs]
+) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank.
+
+    A compiler drops a collective of which nothing is used, on that rank alone: then all ranks
+    hang. A traced rank that receives nothing therefore gets a zero, which the caller adds.
+    """
+    row = row_size(like.shape, (dim,))
+    parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
+    counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
+    if torch.compiler.is_compiling() and not any(counts):
+        own = rank_of(group)
+        parts.insert(sum(1 for rows in given[:own] if rows), like.reshape(-1)[:0].sum()[None])
+        return [None] * len(counts), all_to_all(
+            torch.cat(parts),
+            [int(other == own) for other in range(len(counts))],
+            [n + int(other == own) for other, n in enumerate(given)],
+            group,
+            operation,
+        )
     if not parts:
-        flat = like.new_empty(0)
+        # A slice, not a new tensor: where nothing ties a backward exchange to the gradient, the
+        # compiler moves it into the forward, on that rank alone.
+        flat = like.reshape(-1)[:0]
     else:
         flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-    counts = [rows * row for rows in receives]
-    arrived = all_to_all(flat, counts, [rows * row for rows in sends], group, operation)
+    arrived = all_to_all(flat, counts, given, group, operation)
     blocks = arrived.split(counts)
     return [
         block.view(_shaped(like, dim, rows)) if rows else None
         for block, rows in zip(blocks, receives, strict=True)
-    ]
+    ], None
+
+
+def _joined(slabs: Sequence[torch.Tensor], dim: int, rows: Sequence[int]) -> list[torch.Tensor]:
+    """One tensor for every rank that gets rows: its slabs, joined along `dim`."""
+    rest, joined = list(slabs), []
+    for count in rows:
+        mine = []
+        while count:
+            mine.append(rest.pop(0))
+            count -= mine[-1].shape[dim]
+        if mine:
+            joined.append(mine[0] if len(mine) == 1 else torch.cat(mine, dim))
+    return joined
 
 
 def _take(source: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:
@@ -91,9 +129,16 @@ def _counts(slabs: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
 
 def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tensor:
     arrived: list[torch.Tensor | None] = []
+    zero = None
     if not plan.silent:
-        slabs = [local.narrow(dim, at, length) for part in plan.sends for at, length in part]
-        arrived = _send_slabs(
+        slabs = [
+            torch.cat([local.narrow(dim, at, length) for at, length in part], dim)
+            if len(part) > 1
+            else local.narrow(dim, *part[0])
+            for part in plan.sends
+            if part
+        ]
+        arrived, zero = _send_slabs(
             slabs, local, dim, _counts(plan.sends), plan.receives, group, operation
         )
     present = [block for block in arrived if block is not None]
@@ -109,10 +154,12 @@ def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tenso
             assert source is not None
             parts.append(_take(source, dim, piece))
     if not parts:
-        return local.new_empty(_shaped(local, dim, 0))
-    if len(parts) == 1:
-        return parts[0].clone(memory_format=torch.contiguous_format)
-    return torch.cat(parts, dim)
+        out = local.new_empty(_shaped(local, dim, 0))
+    elif len(parts) == 1:
+        out = parts[0].clone(memory_format=torch.contiguous_format)
+    else:
+        out = torch.cat(parts, dim)
+    return out if zero is None else out + zero
 
 
 def slabs_of(
@@ -176,12 +223,13 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation) -> torch.Tensor:
         pieces.append((piece, grad.narrow(dim, at, piece.length)))
         at += piece.length
     returned: list[torch.Tensor | None] = []
+    zero = None
     if not plan.silent:
-        received = sorted(
-            (pair for pair in pieces if pair[0].source == "received"), key=lambda p: p[0].start
-        )
-        slabs = [_put(part, dim, piece) for piece, part in received]
-        returned = _send_slabs(
+        slabs = []
+        for order in plan.returns:
+            parts = [_put(pieces[index][1], dim, pieces[index][0]) for index in order]
+            slabs.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0])
+        returned, zero = _send_slabs(
             slabs, grad, dim, plan.receives, _counts(plan.sends), group, operation
         )
     if plan.core is not None:
@@ -197,7 +245,7 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation) -> torch.Tensor:
             assert block is not None
             total.narrow(dim, start, length).add_(block.narrow(dim, at, length))
             at += length
-    return total
+    return total if zero is None else total + zero
 
 
 class _Fetch(torch.autograd.Function):

@@ -97,7 +97,7 @@ class _Slice(torch.autograd.Function):
     def forward(ctx, value, dim, runs, plan, group, operation):
         ctx.saved = dim, runs, plan, group, operation
         parts = [value.narrow(dim, start, stop - start) for start, stop in runs]
-        return torch.cat(parts, dim)
+        return torch.cat(parts or [value.narrow(dim, 0, 0)], dim)
 
     @staticmethod
     def backward(ctx, grad):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 
 from shardfield.comm.collectives import all_to_all
+from shardfield.comm.fetch import row_size
 
 
 def transpose(
@@ -38,7 +37,7 @@ class _Transpose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, source, have, target, want, rank, group, operation):
         ctx.saved = target, want, source, have, rank, group, operation
-        rest = prod(size for index, size in enumerate(local.shape) if index not in (source, target))
+        rest = row_size(local.shape, (source, target))
         sends = [rest * have[rank] * rows for rows in want]
         receives = [rest * rows * want[rank] for rows in have]
         flat = torch.cat([part.reshape(-1) for part in local.split(list(want), target)])

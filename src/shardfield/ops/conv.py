@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 
 from shardfield.constant import constant
@@ -46,6 +45,13 @@ def _check(op, layout: Layout, dims: int) -> int:
     return lead
 
 
+def _check_weight(op, input, weight, bias) -> None:
+    if not isinstance(input, ShardTensor) or any(
+        isinstance(t, ShardTensor) for t in (weight, bias)
+    ):
+        raise unsupported(op, "its weight or bias is split", args=(input, weight, bias))
+
+
 def _extents(layout: Layout, dim: int) -> tuple[int, ...]:
     return layout.extents(dim) or (layout.shape[dim],)
 
@@ -70,6 +76,7 @@ def conv(
     op, input: ShardTensor, weight, bias=None, stride=1, padding=0, dilation=1, groups=1
 ) -> ShardTensor:
     """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+    _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
     stride, dilation = _each(stride, dims), _each(dilation, dims)
@@ -122,7 +129,7 @@ def _transposed_plan(
         both = max(0, min(start, rows - start - length)) if not extra else 0
         pads[i], extras[i] = both, extra
         crops.append((start - both, length))
-    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops))
+    plan = WindowPlan(whole.layout, whole.steps, whole.empty, tuple(crops), whole.moved)
     return plan, tuple(pads), tuple(extras)
 
 
@@ -139,6 +146,7 @@ def conv_transpose(
     dilation=1,
 ) -> ShardTensor:
     """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+    _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
     stride, dilation = _each(stride, dims), _each(dilation, dims)

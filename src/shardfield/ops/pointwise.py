@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from shardfield.constant import constant
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
-from shardfield.registry import fallback, register, split_axes, unsupported, used
+from shardfield.registry import fallback, register, unsupported, used
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
 Tensor = torch.Tensor
@@ -68,7 +68,23 @@ def pointwise_by_tag(function):
     module = getattr(function, "__module__", None) or ""
     if name in ("__get__", "__set__") or module.startswith("torch.linalg"):
         return None
-    return pointwise if _tagged(name) else None
+    if name in _PARTLY:
+        return partly_pointwise
+    # torch tags masked_fill, but not masked_fill_.
+    tagged = name != "equal" and (_tagged(name) or _tagged(name.removesuffix("_")))
+    return pointwise if tagged else None
+
+
+_PARTLY = {"max": 2, "min": 2, "where": 3}
+
+
+def partly_pointwise(op, *args, **kwargs):
+    """`max(x, y)`, `min(x, y)`, `where(c, x, y)`; their other forms reduce or count."""
+    operands = [*args, *kwargs.values()]
+    count = _PARTLY[op.__name__]
+    if len(operands) != count or (count == 2 and not isinstance(operands[1], Tensor)):
+        raise unsupported(op, "only its elementwise form keeps the split", args=(args, kwargs))
+    return pointwise(op, *args, **kwargs)
 
 
 def pointwise(op, *args, **kwargs):
@@ -124,8 +140,6 @@ def _broadcast(op, args, kwargs):
     if "out" in names and kwargs["out"] is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
     tensors = [values[index] for index in slots]
-    shards = [t for t in tensors if isinstance(t, ShardTensor)]
-    axes = split_axes(shards)
     writes = _writes(op, kwargs)
     first = values[0]
     if writes and (not isinstance(first, ShardTensor) or first._moved):
@@ -138,11 +152,13 @@ def _broadcast(op, args, kwargs):
     out, targets = broadcast_layouts(op, writes, *described)
     for index, t, target in zip(slots, tensors, targets, strict=True):
         if isinstance(t, ShardTensor):
-            missing = tuple(axis for axis in axes if axis not in t._layout.split_axes)
-            local = used(local_of(t), missing, out)
-            values[index] = move(local, t._layout, target, getattr(op, "__name__", None))
+            # Moves take and give replicated cotangents, so the sum comes after them, over the axes
+            # on which the moved operand is still whole.
+            moved = move(local_of(t), t._layout, target, getattr(op, "__name__", None))
+            missing = tuple(axis for axis in out.split_axes if axis not in target.split_axes)
+            values[index] = used(moved, missing, out)
         else:
-            values[index] = part_of_plain(used(t, axes, out), target)
+            values[index] = part_of_plain(used(t, out.split_axes, out), target)
     y = op(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
     if writes:
         return first
@@ -170,6 +186,13 @@ def broadcast_layouts(op, writes: bool, *operands) -> tuple[Layout, tuple[Layout
     shapes = [o.shape if isinstance(o, Layout) else o for o in operands]
     layouts = [o for o in operands if isinstance(o, Layout)]
     mesh = layouts[0].mesh
+    if any(layout.mesh is not mesh for layout in layouts):
+        raise LayoutError(
+            f"{getattr(op, '__name__', op)} of tensors on different root meshes",
+            "operands lie on one mesh",
+            "call init_mesh once, and use its parts (mesh['domain'])",
+            "mesh",
+        )
     try:
         shape = tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
@@ -268,7 +291,7 @@ def same_values(op, input, *args, **kwargs):
     return wrap(out, input._layout) if isinstance(out, Tensor) else out
 
 
-@register(_T.copy_)
+@register(_T.copy_, uses=False)
 def copy_(op, input, source, non_blocking=False):
     """Writes a value of the same or a broadcastable shape into a sharded tensor."""
     return _broadcast(op, (input, source), {"non_blocking": non_blocking})
@@ -289,6 +312,12 @@ def copy_(op, input, source, non_blocking=False):
 def ask_local(op, input, *args, **kwargs):
     """Questions that every shard answers alike."""
     return op(local_of(input), *args, **kwargs)
+
+
+@register(_T._base.__get__, uses=False)
+def no_base(op, input, *_):
+    """The base of a view is a plain tensor, which FSDP2 and the compiler must not meet."""
+    return None
 
 
 @fallback
