@@ -14,6 +14,7 @@ from shardfield.distribute import (
 from shardfield.errors import LayoutError, RankFailure, ShardfieldError, UnsupportedOperation
 from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
+from shardfield.ops.random import rand, randn
 from shardfield.registry import allow_gather, register
 from shardfield.tensor import ShardTensor
 
@@ -35,6 +36,8 @@ __all__ = [
     "local_slices",
     "ones",
     "ops",
+    "rand",
+    "randn",
     "register",
     "zeros",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from shardfield.constant import constant
+from shardfield.comm._torch import let_dynamo_dispatch
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
@@ -60,6 +61,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
             _handlers[function] = entry
+        let_dynamo_dispatch(functions)
         return handler
 
     return decorate

@@ -28,6 +28,17 @@ def saved_tensor_hooks_in_force():
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def let_dynamo_dispatch(functions) -> None:
+    """Has Dynamo pass these functions to `__torch_function__`, as eager torch does.
+
+    Its list leaves out some that do so, `torch.rand_like` among them; traced code would then get
+    this rank's local result without an error.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().update(functions)
+
+
 @torch._dynamo.assume_constant_result
 def rank_of(group: str) -> int:
     """This rank's index in a process group."""
@@ -38,6 +49,7 @@ __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "default_store",
+    "let_dynamo_dispatch",
     "in_backward",
     "make_subclass",
     "rank_of",
