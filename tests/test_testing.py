@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 import warnings
 
 import pytest
@@ -249,6 +251,36 @@ def test_pool_reports_a_result_that_cannot_be_pickled():
 def test_pool_context_closes():
     with RankPool(1) as pool:
         assert pool.run(lambda rank: rank.world_size) == [1]
+
+
+def test_pool_survives_an_interrupted_call():
+    def interrupt(*_):
+        raise TimeoutError("the caller's limit")
+
+    with RankPool(2) as pool:
+        assert pool.run(lambda rank: 1) == [1, 1]
+        earlier = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(TimeoutError, match="the caller's limit"):
+                pool.run(lambda rank: time.sleep(30))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, earlier)
+        assert pool.run(lambda rank: 2) == [2, 2]
+
+
+def test_pool_whose_ranks_made_different_groups_starts_anew():
+    def alone(rank):
+        if rank.rank == 0:
+            raise ValueError("before the mesh")
+        rank.submesh([1, 2])
+
+    with RankPool(3) as pool:
+        with pytest.raises(RankError, match="before the mesh"):
+            pool.run(alone)
+        meshes = pool.run(lambda rank: str(rank.submesh([0, 1])), timeout=20)
+        assert [mesh == "None" for mesh in meshes] == [False, False, True]
 
 
 def test_case_7_mesh_over_ranks_2_and_3_of_4():

@@ -78,7 +78,9 @@ def _layout(
             )
         dim = placement.dim if placement.dim >= 0 else placement.dim + len(shape)
         if not 0 <= dim < len(shape):
-            raise LayoutError(asked, f"Shard({placement.dim}) names no dim of {shape}", "", "layout")
+            raise LayoutError(
+                asked, f"Shard({placement.dim}) names no dim of {shape}", "", "layout"
+            )
         if dims[dim][0].axes:
             raise LayoutError(
                 asked,
@@ -127,9 +129,7 @@ def local_slices(
     """
     layout = layout_of(shape, mesh, placements, sizes)
     offsets = [layout.offset(dim) for dim in range(len(layout.dims))]
-    return tuple(
-        slice(at, at + rows) for at, rows in zip(offsets, layout.local_shape, strict=True)
-    )
+    return tuple(slice(at, at + rows) for at, rows in zip(offsets, layout.local_shape, strict=True))
 
 
 def distribute_tensor(

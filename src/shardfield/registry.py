@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from shardfield.constant import constant
 from shardfield.comm._torch import let_dynamo_dispatch
 from shardfield.comm.reduce import scale_gradient, use
+from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
 from shardfield.mesh import TENSOR

@@ -21,9 +21,7 @@ def reduce_sum(
     return _Reduce.apply(partial, groups, operation)
 
 
-def use(
-    value: torch.Tensor, groups: tuple[str, ...], operation: str | None = None
-) -> torch.Tensor:
+def use(value: torch.Tensor, groups: tuple[str, ...], operation: str | None = None) -> torch.Tensor:
     """A replicated value about to meet split operands: identity, its gradient is summed.
 
     Comm: none forward, one all-reduce per group backward.

@@ -60,7 +60,7 @@ def parity(
     subgroup: bool = True,
     output: Literal["sharded", "plain"] | None = None,
     whole: bool = False,
-    timeout: float = 120.0,
+    timeout: float = 90.0,
 ) -> Report:
     """Runs `fn` in one process and on ranks with sharded inputs; everything must be equal.
 

@@ -151,11 +151,19 @@ class RankPool:
             # A rank that is dead already is found dead while its answer is collected.
             with suppress(BrokenPipeError):
                 pipe.send_bytes(payload)
-        replies, failures = self._collect(limit)
+        try:
+            replies, failures = self._collect(limit)
+        except BaseException:
+            # Interrupted, or the caller's own time limit: late answers must not meet a later call.
+            self.close()
+            raise
         _warn_again(replies)
         failures |= {
             rank: reply.failure for rank, reply in replies.items() if reply.failure is not None
         }
+        if len({reply.groups for reply in replies.values()}) > 1:
+            # torch names groups by counting; ranks that count differently never meet again.
+            self.close()
         if failures:
             raise RankError(self.world_size, dict(sorted(failures.items())))
         return [replies[rank].value for rank in range(self.world_size)]

@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 from shardfield import registry
 from shardfield.comm import agreement
@@ -101,11 +102,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """One rank's answer."""
+    """One rank's answer; `groups` is the number of process groups the world has made so far."""
 
     value: Any
     failure: Failure | None
     warnings: list[tuple[type[Warning], str, str, int]]
+    groups: int
 
 
 def serve(
@@ -171,7 +173,7 @@ def _run(context: Rank, call: Call) -> Reply:
             first_line = failure.text.partition("\n")[0]
             agreement.publish(f"raised {failure.kind}{place}: {first_line}")
     seen = [(w.category, str(w.message), w.filename, w.lineno) for w in caught]
-    return Reply(value, failure, list(dict.fromkeys(seen)))
+    return Reply(value, failure, list(dict.fromkeys(seen)), _world.group_count)
 
 
 def _operation_of(error: BaseException) -> str | None:
@@ -187,7 +189,7 @@ def _pack(reply: Reply) -> bytes:
         return cloudpickle.dumps(reply)
     except Exception as error:  # noqa: BLE001
         failure = Failure(type(error).__name__, str(error), "pickling of the result", "")
-        return cloudpickle.dumps(Reply(None, failure, []))
+        return cloudpickle.dumps(Reply(None, failure, [], reply.groups))
 
 
 def _answer(control: Connection, main: int) -> None:
