@@ -24,17 +24,6 @@ _grad_enabled = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 
 
-def _dispatch(func, args, kwargs):
-    """Replaced by the registry, which knows the handlers."""
-    raise RuntimeError("shardfield.registry is not imported")
-
-
-def install_dispatch(dispatch) -> None:
-    """Names the function that answers torch functions called with a ShardTensor."""
-    global _dispatch
-    _dispatch = dispatch
-
-
 class ShardTensor(torch.Tensor):
     """A global tensor of which every rank holds one shard.
 
@@ -59,9 +48,7 @@ class ShardTensor(torch.Tensor):
     _layout: Layout
     _moved: bool = False
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _dispatch(func, args, kwargs or {})
+    # __torch_function__ is set by the registry, which knows the handlers.
 
     # --- What a tensor says of itself: global, from the layout --------------------------------
 
