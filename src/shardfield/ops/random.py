@@ -12,6 +12,7 @@ the leading dims; triple32 (C. Wellons, github.com/skeeto/hash-prospector) for t
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import pi
 
 import torch
@@ -103,9 +104,15 @@ def _splitmix64(x: Tensor) -> Tensor:
     return x.bitwise_xor_(_shifted(x, 31))
 
 
-def _low32(x: Tensor) -> Tensor:
-    """The low half of int64 as int32, bit by bit."""
-    return ((x & 0xFFFFFFFF) ^ 0x80000000).sub_(0x80000000).to(torch.int32)
+def _index(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the key is added to: int64 per row of leading dims; and int32 numbers of the columns."""
+    outer, inner = _ranges(layout)
+    rows = (_numbers(outer, device) + 1) * _GOLDEN
+    columns = (_numbers(inner, device) & 0xFFFFFFFF) ^ 0x80000000
+    return rows, (columns - 0x80000000).to(torch.int32)
+
+
+_kept_index = lru_cache(maxsize=64)(_index)
 
 
 class Bits:
@@ -117,11 +124,11 @@ class Bits:
     """
 
     def __init__(self, layout: Layout, key: Tensor) -> None:
-        outer, inner = _ranges(layout)
-        device = key.device
-        rows = _splitmix64((_numbers(outer, device) + 1) * _GOLDEN + key)
-        self.row_keys = _low32(rows).unsqueeze(-1), _low32(_shifted(rows, 32)).unsqueeze(-1)
-        self.columns = _low32(_numbers(inner, device))
+        # Small, but a dozen operations: kept, where it is made of real tensors.
+        eager = not _compiling() and type(key) is Tensor
+        rows, self.columns = (_kept_index if eager else _index)(layout, key.device)
+        halves = _splitmix64(rows + key).view(torch.int32).view(-1, 2)
+        self.row_keys = halves[:, :1], halves[:, 1:]
         self.shape = layout.local_shape
 
     def blocks(self) -> list[slice]:
