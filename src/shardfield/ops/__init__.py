@@ -2,7 +2,7 @@
 
 import torch
 
-from shardfield.ops import conv, loss, norm, pointwise, reduce
+from shardfield.ops import autograd, conv, loss, norm, pointwise, reduce
 from shardfield.registry import resolve_all
 
 
@@ -18,4 +18,4 @@ def _torch_functions():
 
 resolve_all(_torch_functions())
 
-__all__ = ["conv", "loss", "norm", "pointwise", "reduce"]
+__all__ = ["autograd", "conv", "loss", "norm", "pointwise", "reduce"]
