@@ -48,7 +48,16 @@ def test_case_14_means_weigh_by_counts_and_keep_the_other_splits():
 def test_full_reductions_are_plain():
     def fully(x):
         x = x * 1.0
-        return x.sum(), x.mean(), x.var(), x.std(False), x.amax(), x.max(), x.min(), x.sum((0, 1, 2))
+        return (
+            x.sum(),
+            x.mean(),
+            x.var(),
+            x.std(False),
+            x.amax(),
+            x.max(),
+            x.min(),
+            x.sum((0, 1, 2)),
+        )
 
     parity(fully, [X], [1], output="plain", double=True)
 
