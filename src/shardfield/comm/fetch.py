@@ -66,11 +66,11 @@ def _send_slabs(
     hang. A traced rank that receives nothing therefore gets a zero, which the caller adds.
     """
     row = row_size(like.shape, (dim,))
-    parts = [slab.reshape(-1) for slab in slabs]
+    parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
     if torch.compiler.is_compiling() and not any(counts):
         own = rank_of(group)
-        parts.insert(sum(1 for rows in given[:own] if rows), like.new_zeros(1))
+        parts.insert(sum(1 for rows in given[:own] if rows), like.reshape(-1)[:0].sum()[None])
         return [None] * len(counts), all_to_all(
             torch.cat(parts),
             [int(other == own) for other in range(len(counts))],
@@ -79,7 +79,9 @@ def _send_slabs(
             operation,
         )
     if not parts:
-        flat = like.new_empty(0)
+        # A slice, not a new tensor: where nothing ties a backward exchange to the gradient, the
+        # compiler moves it into the forward, on that rank alone.
+        flat = like.reshape(-1)[:0]
     else:
         flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
     arrived = all_to_all(flat, counts, given, group, operation)
@@ -88,6 +90,19 @@ def _send_slabs(
         block.view(_shaped(like, dim, rows)) if rows else None
         for block, rows in zip(blocks, receives, strict=True)
     ], None
+
+
+def _joined(slabs: Sequence[torch.Tensor], dim: int, rows: Sequence[int]) -> list[torch.Tensor]:
+    """One tensor for every rank that gets rows: its slabs, joined along `dim`."""
+    rest, joined = list(slabs), []
+    for count in rows:
+        mine = []
+        while count:
+            mine.append(rest.pop(0))
+            count -= mine[-1].shape[dim]
+        if mine:
+            joined.append(mine[0] if len(mine) == 1 else torch.cat(mine, dim))
+    return joined
 
 
 def _take(source: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:

@@ -1,61 +1,60 @@
-"""`torch.autograd.grad` and `backward` with sharded outputs and inputs: they act on local parts."""
+"""`torch.autograd.grad` where outputs or inputs are sharded."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from shardfield.errors import LayoutError
-from shardfield.registry import name_of, register
+from shardfield.operands import part_of_plain
+from shardfield.registry import register
 from shardfield.tensor import ShardTensor, describe, local_of, wrap
 
 Tensor = torch.Tensor
 
 
-def _several(values) -> tuple:
-    return (values,) if isinstance(values, Tensor) else tuple(values)
-
-
-def _opened(values):
-    """Plain tensors in place of sharded ones."""
-    return tuple(local_of(v) if isinstance(v, ShardTensor) else v for v in values)
-
-
-def _cotangents(op, outputs: tuple, gradients) -> tuple | None:
-    """Local parts of the gradients of the outputs, which have the outputs' layouts."""
-    if gradients is None:
-        gradients = (None,) * len(outputs)
-    gradients = _several(gradients)
-    for output, gradient in zip(outputs, gradients, strict=True):
-        sharded = isinstance(output, ShardTensor)
-        fits = isinstance(gradient, ShardTensor) and gradient.layout is output.layout
-        if (sharded and not fits) or (not sharded and isinstance(gradient, ShardTensor)):
-            raise LayoutError(
-                f"{name_of(op)} of {describe(output)} with gradient {describe(gradient)}",
-                "the gradient of a sharded tensor is a ShardTensor of the same layout",
-                "reduce to a scalar loss first, or pass a gradient of the output's layout",
-                "layout",
-            )
-    return _opened(gradients)
-
-
 @register(torch.autograd.grad, uses=False)
-def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple:
-    """Gradients in the layouts of the inputs. Comm: that of the operations between."""
+def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple[Tensor | None, ...]:
+    """Gradients of sharded inputs are sharded like them. Comm: that of the operations' backward."""
     outputs, inputs = _several(outputs), _several(inputs)
-    cotangents = _cotangents(op, outputs, grad_outputs)
-    found = op(_opened(outputs), _opened(inputs), cotangents, *args, **kwargs)
+    given = _several(grad_outputs) if grad_outputs is not None else (None,) * len(outputs)
+    cotangents = [_cotangent(y, g) for y, g in zip(outputs, given, strict=True)]
+    found = op(
+        [local_of(y) if isinstance(y, ShardTensor) else y for y in outputs],
+        [local_of(x) if isinstance(x, ShardTensor) else x for x in inputs],
+        cotangents,
+        *args,
+        **kwargs,
+    )
     return tuple(
-        wrap(gradient, leaf.layout)
-        if isinstance(leaf, ShardTensor) and gradient is not None
-        else gradient
-        for leaf, gradient in zip(inputs, found, strict=True)
+        wrap(g, x.layout) if isinstance(x, ShardTensor) and g is not None else g
+        for x, g in zip(inputs, found, strict=True)
     )
 
 
-@register(torch.autograd.backward, uses=False)
-def backward(op, tensors, grad_tensors=None, *args, inputs=None, **kwargs) -> None:
-    """Accumulates into `.grad` of the leaves. Comm: that of the operations between."""
-    tensors = _several(tensors)
-    cotangents = _cotangents(op, tensors, grad_tensors)
-    opened = None if inputs is None else _opened(_several(inputs))
-    op(_opened(tensors), cotangents, *args, inputs=opened, **kwargs)
+def _several(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _cotangent(output: Tensor, given: Tensor | None) -> Tensor | None:
+    """This rank's part of the gradient of an output."""
+    if not isinstance(output, ShardTensor):
+        if isinstance(given, ShardTensor):
+            raise LayoutError(
+                f"autograd.grad of a plain tensor with grad_outputs {describe(given)}",
+                "the gradient of a replicated tensor is replicated",
+                "pass given.full_tensor()",
+                "layout",
+            )
+        return given
+    if isinstance(given, ShardTensor) and given.layout is output.layout:
+        return local_of(given)
+    if given is None or isinstance(given, ShardTensor) or given.shape != output.shape:
+        raise LayoutError(
+            f"autograd.grad of {describe(output)} with grad_outputs {describe(given)}",
+            "a sharded output needs its gradient: sharded like it, or plain and whole",
+            "reduce to a scalar first, or pass grad_outputs",
+            "layout",
+        )
+    return part_of_plain(given, output.layout)

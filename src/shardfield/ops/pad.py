@@ -1,0 +1,126 @@
+"""Padding and cropping in every mode, with pads wider than a shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shardfield.comm.fetch import fetch
+from shardfield.constant import constant
+from shardfield.layout import Factor, Layout, cuts, even_extents, extents_of
+from shardfield.plan import FILL, Exchange, Segment, exchange, runs_of
+from shardfield.registry import register
+from shardfield.tensor import ShardTensor, local_of, result
+from shardfield.windowed import nothing
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PadPlan:
+    """A padding of one layout, seen from this rank.
+
+    Attributes:
+        layout: of the result.
+        steps: (dim, fetch, group) of every padded dim that is split over more than one rank.
+        rest: torch's argument for the other dims.
+    """
+
+    layout: Layout
+    steps: tuple[tuple[int, Exchange, str], ...]
+    rest: tuple[int, ...]
+
+
+def padded_rows(
+    mode: str, start: int, stop: int, size: int, crop: tuple[int, int] = (0, 0)
+) -> tuple[Segment, ...]:
+    """Where rows [start, stop) of a padded dim come from; negative ones lie before row 0.
+
+    Args:
+        mode: of `F.pad`.
+        size: rows of the dim that is padded.
+        crop: rows that negative pads drop at both ends; a circle closes without them.
+    """
+    if stop <= start:
+        return ()
+    before, after = min(stop, 0) - start, stop - max(start, size)
+    inner = min(stop, size) - max(start, 0)
+    high = max(start, size)
+    if mode == "reflect":
+        ends = Segment(-start, before, -1), Segment(2 * (size - 1) - high, after, -1)
+    elif mode == "circular":
+        ends = Segment(start + size - crop[1], before), Segment(high - size + crop[0], after)
+    elif mode == "replicate":
+        ends = Segment(0, before, 0), Segment(size - 1, after, 0)
+    else:
+        ends = Segment(FILL, before), Segment(FILL, after)
+    found = (ends[0], Segment(max(start, 0), inner), ends[1])
+    return tuple(segment for segment in found if segment.length > 0)
+
+
+def padded_extents(extents: tuple[int, ...], before: int, after: int) -> tuple[int, ...]:
+    """Rows of every rank: the first holders get the leading pad, the last the trailing one."""
+    points = cuts(extents)
+    size = points[-1] + before + after
+    ends = {points[-1]: size, 0: 0}
+    inner = [ends.get(point, min(max(point + before, 0), size)) for point in points[1:-1]]
+    return extents_of((0, *inner, size))
+
+
+@constant
+def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
+    """The plan of `F.pad`, whose `pad` starts with the last dim.
+
+    Raises:
+        RuntimeError: where torch raises for the whole tensor, or would read what it has not set.
+    """
+    F.pad(torch.empty(layout.shape, device="meta"), list(pad), mode)
+    mesh = layout.mesh
+    changes, steps, rest = {}, [], list(pad)
+    for index in range(0, len(pad), 2):
+        before, after = pad[index : index + 2]
+        dim = len(layout.dims) - 1 - index // 2
+        if not before and not after:
+            continue
+        size, axes = layout.shape[dim], layout.axes(dim)
+        if mode == "circular" and max(before, after) > size + min(before, after, 0):
+            raise RuntimeError(f"pad {pad} wraps dim {dim} of {layout.shape} more than once")
+        if not axes:
+            changes[dim] = (Factor(size + before + after),)
+            continue
+        have = layout.extents(dim) or even_extents(size, mesh.size(axes))
+        extents = padded_extents(have, before, after)
+        changes[dim] = (Factor(size + before + after, axes, extents),)
+        if mesh.size(axes) == 1:
+            continue
+        rest[index : index + 2] = 0, 0
+        points, crop = cuts(extents), (max(0, -before), max(0, -after))
+        wanted = tuple(
+            padded_rows(mode, a - before, b - before, size, crop)
+            for a, b in zip(points, points[1:], strict=False)
+        )
+        plan = exchange(runs_of(layout.dims[dim]), wanted, mesh.rank(axes))
+        steps.append((dim, plan, mesh.group(axes)))
+    return PadPlan(layout.replace(changes), tuple(steps), tuple(rest))
+
+
+@register(F.pad, torch.constant_pad_nd, uses=False)
+def pad(op, input: ShardTensor, pad, mode="constant", value=None) -> torch.Tensor:
+    """Every mode, negative pads (crops) included.
+
+    Layout: the first rank with rows gets the leading pad, the last one the trailing pad.
+    Comm: none for constant pads; otherwise one fetch per padded split dim, of the rows that the
+        pad repeats.
+    """
+    if op is torch.constant_pad_nd:
+        mode, value = "constant", 0 if mode == "constant" else mode
+    plan = pad_plan(input._layout, tuple(pad), mode)
+    local = local_of(input)
+    for dim, step, group in plan.steps:
+        local = fetch(local, dim, step, group, value or 0.0, op.__name__)
+    if not plan.steps or any(plan.rest):
+        if 0 in plan.layout.local_shape and 0 not in plan.layout.shape:  # torch may refuse these
+            local = nothing(plan.layout.local_shape, (local,))
+        else:
+            local = F.pad(local, list(plan.rest), mode, value)
+    return result(local, plan.layout)
