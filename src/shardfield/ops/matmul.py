@@ -20,9 +20,7 @@ Operand = Layout | tuple[int, ...]
 
 
 @constant
-def _linear_layout(
-    op, layout: Layout, features: tuple[int, ...]
-) -> tuple[Layout, tuple[str, ...]]:
+def _linear_layout(op, layout: Layout, features: tuple[int, ...]) -> tuple[Layout, tuple[str, ...]]:
     """Layout of the result, and the axes of more than one rank over which its rows are split."""
     last = len(layout.dims) - 1
     if layout.is_split(last):
