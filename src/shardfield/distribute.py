@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from shardfield.axes import DATA, MeshAxes, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.comm.collectives import all_to_all
 from shardfield.comm.fetch import fetch
 from shardfield.comm.move import move
 from shardfield.errors import LayoutError
 from shardfield.layout import Dim, Factor, Layout, even_extents, replica_axes
-from shardfield.mesh import DATA, MeshAxes, mesh_axes
 from shardfield.plan import Segment, exchange, runs_of
 from shardfield.tensor import ShardTensor, describe, leaf, local_of, result
 

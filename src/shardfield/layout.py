@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from math import prod
 
+from shardfield.axes import DATA, MeshAxes
 from shardfield.errors import LayoutError
-from shardfield.mesh import DATA, MeshAxes
 
 
 @dataclass(frozen=True, slots=True)

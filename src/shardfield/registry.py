@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from shardfield.axes import TENSOR
 from shardfield.comm._torch import let_dynamo_dispatch
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
-from shardfield.mesh import TENSOR
 from shardfield.tensor import ShardTensor, install_dispatch, local_of, wrap
 
 log = logging.getLogger("shardfield")
@@ -148,13 +148,25 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     """
     if not axes or not value.requires_grad:
         return value
-    if getattr(value, "_shardfield_managed", None) is not None:
+    operation = _state.operation if not _compiling() else None
+    if _is_managed(value):
         # The wrapper averages over data and domain only: over tensor the sum is ours.
         averaged = tuple(axis for axis in axes if axis != TENSOR)
-        value = scale_gradient(value, _ranks(layout, averaged))
+        groups = groups_of(layout, averaged)
+        value = scale_gradient(value, _ranks(layout, averaged), groups, operation)
         axes = tuple(axis for axis in axes if axis == TENSOR)
-    groups = groups_of(layout, axes)
-    return use(value, groups, _state.operation if not _compiling() else None)
+    return use(value, groups_of(layout, axes), operation)
+
+
+def manage(parameter: torch.Tensor) -> None:
+    """Marks a parameter whose gradient a wrapper averages over data and domain."""
+    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
+
+
+def _is_managed(value: torch.Tensor) -> bool:
+    mark = getattr(value, "_shardfield_managed", None)
+    # The mark names its object: a pickled or copied parameter is no longer managed.
+    return mark is not None and (_compiling() or mark == id(value))
 
 
 @constant

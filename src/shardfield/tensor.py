@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
+from shardfield.axes import find_axes
 from shardfield.comm._torch import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -15,7 +16,7 @@ from shardfield.comm._torch import (
     make_subclass,
 )
 from shardfield.errors import LayoutError, UnsupportedOperation
-from shardfield.layout import Layout
+from shardfield.layout import Factor, Layout
 
 Tensor = torch.Tensor
 _as_subclass = torch.Tensor.as_subclass
@@ -362,6 +363,11 @@ def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTen
     with torch.enable_grad():
         x = wrap(local, layout)
     return x.requires_grad_() if requires_grad else x
+
+
+def serialized_globals() -> list:
+    """Functions and classes that a pickled ShardTensor names."""
+    return [leaf, Layout, Factor, find_axes]
 
 
 def result(local: Tensor, layout: Layout) -> Tensor:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
+from shardfield.axes import MeshAxes
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Factor, Layout
-from shardfield.mesh import MeshAxes
 from shardfield.ops.random import Bits
 from shardfield.parallel.compile import compile
 from shardfield.testing import rank_pool

@@ -45,9 +45,21 @@ def rank_of(group: str) -> int:
     return resolve_group(group).rank()
 
 
+def captures_leaf(node) -> bool:
+    """Whether the running backward is `autograd.grad` with this leaf's gradient among its results."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "autograd.grad()" in str(error):
+            return True
+        raise
+    return False
+
+
 __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "captures_leaf",
     "default_store",
     "in_backward",
     "let_dynamo_dispatch",

@@ -8,7 +8,7 @@ from rich.table import Table
 from torch import Tensor
 
 from shardfield.demo.data import Volume
-from shardfield.demo.train import EXACT_STEPS, MEASURED_STEP, Run
+from shardfield.demo.train import MEASURED_STEP, Run
 
 
 def table(reference: Run, sharded: list[Run], sizes: list[int], threads: int) -> Table:
@@ -23,7 +23,7 @@ def table(reference: Run, sharded: list[Run], sizes: list[int], threads: int) ->
     first, costs = sharded[0], [run.cost for run in sharded]
     rows = " + ".join(map(str, sizes)) if len(sizes) <= 8 else str(sum(sizes))
     result = Table(
-        title=f"MONAI UNet on the MNI152 T1: {len(first.losses)} steps, {threads} thread(s) a rank",
+        title=f"MONAI UNet on the MNI152 T1, threads per rank: {threads}",
         caption=(
             "float32 runs part by rounding: one process sums 10 million voxels in another order.\n"
             "Bytes: tensors in float32, on the rank that has most."
@@ -37,15 +37,8 @@ def table(reference: Run, sharded: list[Run], sizes: list[int], threads: int) ->
     def add(title: str, form: str, one: float, many: float, compared: str) -> None:
         result.add_row(title, form.format(one), form.format(many), compared)
 
-    one, many = reference.exact_loss, first.exact_loss
-    title = f"loss, step {EXACT_STEPS}, float64"
-    add(title, "{:.12f}", one, many, f"difference {abs(many - one):.1e}")
-    one, many = reference.losses[-1], first.losses[-1]
-    title = f"loss, step {len(first.losses)}, float32"
-    add(title, "{:.7f}", one, many, f"difference {abs(many - one):.1e}")
-    if reference.prediction is not None and first.prediction is not None:
-        distance = (reference.prediction - first.prediction).abs().max().item()
-        result.add_row("prediction, float32", "", "", f"at most {distance:.1e} apart")
+    for one, many in ((reference.exact, first.exact), (reference, first)):
+        _add_results(result, one, many)
     one, many = reference.cost.kept / 1e6, max(cost.kept for cost in costs) / 1e6
     add("kept for backward", "{:.1f} MB", one, many, f"{many / one:.3f} of one")
     one, many = reference.cost.peak / 1e6, max(cost.peak for cost in costs) / 1e6
@@ -57,6 +50,22 @@ def table(reference: Run, sharded: list[Run], sizes: list[int], threads: int) ->
     one, many = _typical(reference), max(map(_typical, sharded))
     add("time of a step", "{:.2f} s", one, many, f"{one / many:.2f}x as fast")
     return result
+
+
+def _add_results(result: Table, one: Run | None, many: Run | None) -> None:
+    assert one is not None
+    assert many is not None
+    assert one.prediction is not None
+    assert many.prediction is not None
+    losses = one.losses[-1], many.losses[-1]
+    dtype = str(one.prediction.dtype).removeprefix("torch.")
+    distance = (one.prediction - many.prediction).abs().max().item()
+    result.add_row(
+        f"loss, step {len(one.losses)}, {dtype}",
+        *(f"{loss:.10f}" for loss in losses),
+        f"differ by {abs(losses[0] - losses[1]):.1e}",
+    )
+    result.add_row("  prediction then", "", "", f"by at most {distance:.1e}")
 
 
 def _typical(run: Run) -> float:

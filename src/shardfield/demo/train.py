@@ -28,7 +28,7 @@ class Run:
         cost: bytes of the measured step on this rank.
         parameters: bytes of the model's parameters, which is what averaging gradients handles.
         prediction: (1, 1, D, H, W) global, plain, on the CPU; None on all ranks but the first.
-        exact_loss: the last loss of `EXACT_STEPS` steps in float64.
+        exact: the first `EXACT_STEPS` steps once more, in float64.
     """
 
     cost: StepCost
@@ -36,7 +36,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     prediction: Tensor | None = None
-    exact_loss: float = float("nan")
+    exact: "Run | None" = None
 
 
 def build_model() -> nn.Module:

@@ -23,7 +23,7 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     mesh = None if arguments.plain else sf.init_mesh(domain=ranks)
-    title = "plain torch, 1 rank" if mesh is None else f"shardfield, {ranks} rank(s)"
+    title = "plain torch, 1 rank" if mesh is None else f"shardfield, {ranks} ranks"
     whole = load_volume() if rank == 0 else None
 
     def run(dtype: torch.dtype, steps: int) -> Run:
@@ -37,12 +37,12 @@ def main() -> None:
         with StepProgress(name, steps, shown=rank == 0) as progress:
             return train(model, volume, steps, progress.advance)
 
-    exact_loss = run(torch.float64, EXACT_STEPS).losses[-1]
+    exact = run(torch.float64, EXACT_STEPS)
     result = run(torch.float32, arguments.steps)
-    result.exact_loss = exact_loss
+    result.exact = exact
     results = [result] * ranks
     if mesh is not None:
-        dist.all_gather_object(results, result)
+        dist.gather_object(result, results if rank == 0 else None)
         dist.destroy_process_group()
     if rank == 0:
         torch.save(results, arguments.result)

@@ -29,12 +29,15 @@ class Contest:
 
     Attributes:
         workload: Its name.
-        seconds: Of each contestant ("shardfield", "by hand", "one process").
+        seconds: By the clock, of each contestant ("shardfield", "by hand", "one process").
+        processor: The same in processor time: without waiting, and all but untouched by other
+            programs, so it tells work from contention.
         agreement: Of each contestant, the relative distance of its gradient from one process's.
     """
 
     workload: str
     seconds: dict[str, list[float]]
+    processor: dict[str, list[float]]
     agreement: dict[str, float]
 
 
@@ -69,33 +72,38 @@ def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) 
         _timed(step, idle, alone=kind == "one process")
     agreement = _check_agreement(workload, contestants, kinds)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    processor: dict[str, list[float]] = {kind: [] for kind in kinds}
     for pair in range(pairs):
         turn = pair % len(kinds)
         for kind in (*kinds[turn:], *kinds[:turn]):  # nobody always follows the same one
-            seconds[kind].append(_timed(steps[kind], idle, alone=kind == "one process"))
-    return Contest(workload.name, seconds, agreement)
+            clock, busy = _timed(steps[kind], idle, alone=kind == "one process")
+            seconds[kind].append(clock)
+            processor[kind].append(busy)
+    return Contest(workload.name, seconds, processor, agreement)
 
 
 def _nothing() -> None:
     """The step of a rank that has none."""
 
 
-def _timed(step: Callable[[], object], idle: Idle, alone: bool) -> float:
-    """Seconds of one step, of the slowest rank; `alone` leaves all ranks but the first asleep."""
+def _timed(step: Callable[[], object], idle: Idle, alone: bool) -> tuple[float, float]:
+    """Seconds of one step by the clock and of the processor, each of the rank that has most.
+
+    `alone` leaves all ranks but the first asleep.
+    """
     gc.collect()
     dist.barrier()
-    start = time.perf_counter()
+    times = torch.zeros(2, dtype=torch.float64)
     if alone and dist.get_rank() != 0:
         idle.sleep()
-        elapsed = 0.0
     else:
+        clock, busy = time.perf_counter(), time.process_time()
         step()
-        elapsed = time.perf_counter() - start
+        times[0], times[1] = time.perf_counter() - clock, time.process_time() - busy
         if alone:
             idle.wake()
-    slowest = torch.tensor(elapsed, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times[0].item(), times[1].item()
 
 
 def _check_agreement(
