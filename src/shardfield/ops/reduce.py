@@ -104,9 +104,6 @@ def _refuse_complex(op, input) -> None:
         raise unsupported(op, "complex elements along a split dim", args=(input,))
 
 
-# --- Sums and means ---------------------------------------------------------------------------------
-
-
 @register(torch.sum, Tensor.sum, torch.mean, Tensor.mean, uses=False)
 def total(
     op,
@@ -148,9 +145,6 @@ def _default_dtype(local: Tensor, mean: bool) -> torch.dtype:
         wide = local.is_cuda and not mean and torch.is_autocast_enabled("cuda")
         return accumulation_dtype(local.dtype) if wide else local.dtype
     return local.dtype if local.is_complex() or mean else torch.int64
-
-
-# --- Variances --------------------------------------------------------------------------------------
 
 
 @register(
@@ -204,13 +198,10 @@ def spread(
     name = _name(op)
     found = variance.sqrt() if name.startswith("std") else variance
     parts = [found, mean] if name.endswith("mean") else [found]
-    wrapped = tuple(
+    wrapped = [
         result(part.to(local.dtype).reshape(plan.local_shape), plan.layout) for part in parts
-    )
-    return wrapped if len(wrapped) > 1 else wrapped[0]
-
-
-# --- Extrema ----------------------------------------------------------------------------------------
+    ]
+    return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 
 @register(torch.amax, Tensor.amax, torch.amin, Tensor.amin, uses=False)
@@ -343,9 +334,6 @@ def truth(op, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, ou
     return result(sent.to(found.dtype), plan.layout)
 
 
-# --- Reductions that are local along an unsplit dim -------------------------------------------------
-
-
 @register(
     torch.argmax,
     Tensor.argmax,
@@ -369,9 +357,6 @@ def along(op, input: ShardTensor, dim=None, keepdim: bool = False, **kwargs):
     if isinstance(found, tuple):
         return type(found)(result(part, plan.layout) for part in found)
     return result(found, plan.layout)
-
-
-# --- Python scalars ---------------------------------------------------------------------------------
 
 
 @register(
