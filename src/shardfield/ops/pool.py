@@ -187,7 +187,7 @@ def max_pool(
             indices = _global_indices(indices, block.shape[lead:], plan.starts, input.shape[lead:])
         return out[0]
 
-    values = windowed(input, plan.window, act, _lowest(input.dtype))
+    values = windowed(input, plan.window, act, _lowest(input.dtype), curved=True)
     if not indexed:
         return values
     if indices is None:
@@ -249,7 +249,7 @@ def avg_pool(
                 out = out * ratio.view(-1, *(1,) * (out.dim() - 1 - dim))
         return out
 
-    return windowed(input, plan.window, act)
+    return windowed(input, plan.window, act, curved=True)
 
 
 # --- Adaptive pooling ----------------------------------------------------------------------------
