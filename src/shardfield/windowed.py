@@ -88,6 +88,7 @@ def windowed(
     act: Callable[[torch.Tensor], torch.Tensor],
     fill: float = 0.0,
     ties: Sequence[torch.Tensor | None] = (),
+    curved: bool = False,
 ) -> ShardTensor:
     """Runs `act` on this rank's block, extended by what its window reaches.
 
@@ -95,6 +96,8 @@ def windowed(
         act: the torch operation, unpadded along `plan.moved`.
         fill: value outside the global tensor.
         ties: other operands that take part, so that a rank without output joins their backward.
+        curved: autograd's formula makes the gradient depend on the input, as those of pooling do;
+            a rank without output then does so too, or second derivatives part ways.
 
     Comm: one fetch per split dim, forward and backward.
     """
@@ -106,7 +109,7 @@ def windowed(
     for step in plan.steps:
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
-        return wrap(nothing(plan.layout.local_shape, (block, *ties)), plan.layout)
+        return wrap(nothing(plan.layout.local_shape, (block, *ties), curved), plan.layout)
     if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
@@ -120,7 +123,9 @@ def windowed(
     return wrap(y, plan.layout)
 
 
-def nothing(shape: Sequence[int], operands: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def nothing(
+    shape: Sequence[int], operands: Sequence[torch.Tensor | None], curved: bool = False
+) -> torch.Tensor:
     """An empty result that still hangs on its operands, so that their backward runs here too."""
     first = operands[0]
     assert first is not None
@@ -131,6 +136,8 @@ def nothing(shape: Sequence[int], operands: Sequence[torch.Tensor | None]) -> to
     for operand in operands:
         if operand is not None and operand.requires_grad:
             zero = zero + operand.reshape(-1)[:0].sum().to(dtype)
+    if curved:
+        zero = zero * zero
     return zero.expand(tuple(shape)).clone()
 
 

@@ -355,7 +355,7 @@ def randint_like(
     dtype = _cast(op, input, dtype, device, generator)
     if bounds:
         low, high = bounds if len(bounds) == 2 else (low, bounds[0])
-    if high <= low:
+    if high is None or high <= low:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got {low} >= {high}")
     local = _integers(input.layout, draw_key(input.device), int(low), int(high), dtype)
     return _finished(local, input.layout, requires_grad)
