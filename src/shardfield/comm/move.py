@@ -7,7 +7,8 @@ import torch
 from shardfield.comm.fetch import fetch
 from shardfield.comm.reduce import gather, shard
 from shardfield.comm.transpose import transpose
-from shardfield.layout import Factor, Layout
+from shardfield.constant import constant
+from shardfield.layout import Dim, Factor, Layout
 from shardfield.plan import exchange, runs_of, wanted_runs, wanted_whole
 
 
@@ -22,34 +23,42 @@ def move(
     """
     if source is target:
         return local
-    steps = _steps(source, target)
-    for kind, here, dims in steps:
-        local = _ACTS[kind](local, here, *dims, operation)
+    for kind, arguments in _steps(source, target):
+        if kind == "resize":
+            dim, plan, group = arguments
+            local = fetch(local, dim, plan, group, 0.0, operation)
+        elif kind == "transpose":
+            local = transpose(local, *arguments, operation)
+        elif kind == "gather":
+            local = gather(local, *arguments, operation)
+        else:
+            local = shard(local, *arguments, operation)
     return local
 
 
-def _steps(source: Layout, target: Layout):
-    """Cheapest-first list of (kind, layout before, arguments)."""
+@constant
+def _steps(source: Layout, target: Layout) -> tuple[tuple[str, tuple], ...]:
+    """Cheapest-first list of (kind, arguments of the communication)."""
     steps, here = [], source
     changed = [d for d in range(len(source.dims)) if source.dims[d] != target.dims[d]]
     for d in changed:
         if here.axes(d) and here.axes(d) == target.axes(d):
-            steps.append(("resize", here, (d, target.dims[d])))
+            steps.append(("resize", _resize(here, d, target.dims[d])))
             here = here.replace({d: target.dims[d]})
     for d in changed:
         for other in changed:
             if _can_transpose(here, target, d, other):
-                steps.append(("transpose", here, (d, other, target.dims[other])))
+                steps.append(("transpose", _transpose(here, d, other, target.dims[other])))
                 here = here.replace({d: target.dims[d], other: target.dims[other]})
     for d in changed:
         if here.dims[d] != target.dims[d] and here.axes(d):
-            steps.append(("gather", here, (d,)))
+            steps.append(("gather", _gather(here, d)))
             here = here.replace({d: whole(here, d)})
     for d in changed:
         if here.dims[d] != target.dims[d]:
-            steps.append(("shard", here, (d, target.dims[d])))
+            steps.append(("shard", _shard(here, d, target.dims[d])))
             here = here.replace({d: target.dims[d]})
-    return steps
+    return tuple(steps)
 
 
 def whole(layout: Layout, dim: int):
@@ -72,32 +81,24 @@ def _place(layout: Layout, axes: tuple[str, ...]) -> tuple[int, str]:
     return layout.mesh.rank(axes), layout.mesh.group(axes)
 
 
-def _resize(local, here: Layout, d: int, factors, operation):
+def _resize(here: Layout, d: int, factors: Dim) -> tuple:
     rank, group = _place(here, here.axes(d))
-    plan = exchange(runs_of(here.dims[d]), wanted_runs(factors), rank)
-    return fetch(local, d, plan, group, 0.0, operation)
+    return d, exchange(runs_of(here.dims[d]), wanted_runs(factors), rank), group
 
 
-def _transpose(local, here: Layout, d: int, other: int, factors, operation):
+def _transpose(here: Layout, d: int, other: int, factors: Dim) -> tuple:
     rank, group = _place(here, here.axes(d))
-    have, want = here.extents(d), factors[0].extents
-    assert have is not None
-    return transpose(local, d, have, other, want, rank, group, operation)
+    return d, here.extents(d), other, factors[0].extents, rank, group
 
 
-def _gather(local, here: Layout, d: int, operation):
+def _gather(here: Layout, d: int) -> tuple:
     rank, group = _place(here, here.axes(d))
     owned = runs_of(here.dims[d])
-    plan = exchange(owned, wanted_whole(here.shape[d], len(owned)), rank)
-    return gather(local, d, owned[rank], plan, group, operation)
+    return d, owned[rank], exchange(owned, wanted_whole(here.shape[d], len(owned)), rank), group
 
 
-def _shard(local, here: Layout, d: int, factors, operation):
+def _shard(here: Layout, d: int, factors: Dim) -> tuple:
     axes = tuple(axis for factor in factors for axis in factor.axes)
     rank, group = _place(here, axes)
     owned = runs_of(factors)
-    plan = exchange(owned, wanted_whole(here.shape[d], len(owned)), rank)
-    return shard(local, d, owned[rank], plan, group, operation)
-
-
-_ACTS = {"resize": _resize, "transpose": _transpose, "gather": _gather, "shard": _shard}
+    return d, owned[rank], exchange(owned, wanted_whole(here.shape[d], len(owned)), rank), group
