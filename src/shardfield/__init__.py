@@ -1,5 +1,7 @@
 """Domain parallelism for unmodified PyTorch models: one sample split over many devices."""
 
+import torch
+
 from shardfield import comm, ops
 from shardfield.distribute import (
     arange,
@@ -14,8 +16,14 @@ from shardfield.distribute import (
 from shardfield.errors import LayoutError, RankFailure, ShardfieldError, UnsupportedOperation
 from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
+from shardfield.ops.random import rand, randn
+from shardfield.parallel import compile, parallelize
 from shardfield.registry import allow_gather, register
-from shardfield.tensor import ShardTensor
+from shardfield.tensor import ShardTensor, serialized_globals
+
+# What `torch.save` writes of a ShardTensor is data, so `torch.load` may read it with its default,
+# weights_only=True.
+torch.serialization.add_safe_globals(serialized_globals())
 
 __all__ = [
     "Layout",
@@ -27,6 +35,7 @@ __all__ = [
     "allow_gather",
     "arange",
     "comm",
+    "compile",
     "distribute_tensor",
     "from_local",
     "full",
@@ -35,6 +44,9 @@ __all__ = [
     "local_slices",
     "ones",
     "ops",
+    "parallelize",
+    "rand",
+    "randn",
     "register",
     "zeros",
 ]

@@ -11,6 +11,7 @@ import torch
 from shardfield.layout import Layout, layout_by_key
 
 T = TypeVar("T")
+_compiling = torch.compiler.is_compiling
 
 
 def constant(function: Callable[..., T]) -> Callable[..., T]:
@@ -30,7 +31,7 @@ def constant(function: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(function)
     def call(*args):
-        if not torch.compiler.is_compiling():
+        if not _compiling():
             return cached(*args)
         places, values = [], []
         for place, value in enumerate(args):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from shardfield.axes import DATA, MeshAxes, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.comm.collectives import all_to_all
 from shardfield.comm.fetch import fetch
 from shardfield.comm.move import move
 from shardfield.errors import LayoutError
 from shardfield.layout import Dim, Factor, Layout, even_extents, replica_axes
-from shardfield.mesh import DATA, MeshAxes, mesh_axes
 from shardfield.plan import Segment, exchange, runs_of
 from shardfield.tensor import ShardTensor, describe, leaf, local_of, result
 
@@ -78,7 +78,9 @@ def _layout(
             )
         dim = placement.dim if placement.dim >= 0 else placement.dim + len(shape)
         if not 0 <= dim < len(shape):
-            raise LayoutError(asked, f"Shard({placement.dim}) names no dim of {shape}", "", "layout")
+            raise LayoutError(
+                asked, f"Shard({placement.dim}) names no dim of {shape}", "", "layout"
+            )
         if dims[dim][0].axes:
             raise LayoutError(
                 asked,
@@ -127,9 +129,7 @@ def local_slices(
     """
     layout = layout_of(shape, mesh, placements, sizes)
     offsets = [layout.offset(dim) for dim in range(len(layout.dims))]
-    return tuple(
-        slice(at, at + rows) for at, rows in zip(offsets, layout.local_shape, strict=True)
-    )
+    return tuple(slice(at, at + rows) for at, rows in zip(offsets, layout.local_shape, strict=True))
 
 
 def distribute_tensor(

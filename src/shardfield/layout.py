@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from math import prod
 
+from shardfield.axes import DATA, MeshAxes
 from shardfield.errors import LayoutError
-from shardfield.mesh import DATA, MeshAxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,20 @@ class Layout:
         shape: global shape.
         local_shape: shape of this rank's shard.
         split_axes: mesh axes over which some dim is split, in mesh order.
+        shared: those of `split_axes` that have more than one rank.
         key: a number of this layout alone, in this process.
     """
 
-    __slots__ = ("__weakref__", "dims", "key", "local_shape", "mesh", "shape", "split_axes")
+    __slots__ = (
+        "__weakref__",
+        "dims",
+        "key",
+        "local_shape",
+        "mesh",
+        "shape",
+        "shared",
+        "split_axes",
+    )
 
     key: int
     mesh: MeshAxes
@@ -84,6 +94,7 @@ class Layout:
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     split_axes: tuple[str, ...]
+    shared: tuple[str, ...]
 
     def __new__(cls, mesh: MeshAxes, dims: Sequence[Sequence[Factor]]) -> Layout:
         return _intern(mesh, tuple(canonical(dim) for dim in dims))
@@ -204,6 +215,7 @@ def _intern(mesh: MeshAxes, dims: tuple[Dim, ...]) -> Layout:
     layout.mesh, layout.dims = mesh, dims
     layout.shape = tuple(prod(factor.size for factor in dim) for dim in dims)
     layout.split_axes = tuple(axis for axis in mesh.names if axis in used)
+    layout.shared = tuple(axis for axis in layout.split_axes if mesh.size((axis,)) > 1)
     layout.local_shape = layout.local_shape_at(mesh.coordinate)
     layout.key = next(_keys)
     _interned[(mesh, dims)] = _by_key[layout.key] = layout

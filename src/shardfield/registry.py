@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from shardfield.constant import constant
+from shardfield.axes import TENSOR
+from shardfield.comm._torch import let_dynamo_dispatch
 from shardfield.comm.reduce import scale_gradient, use
+from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
-from shardfield.mesh import TENSOR
-from shardfield.tensor import ShardTensor, install_dispatch, local_of, wrap
+from shardfield.tensor import EagerShardTensor, ShardTensor, local_of, wrap
 
 log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
@@ -26,7 +27,7 @@ _compiling = torch.compiler.is_compiling
 
 
 class _State:
-    operation: str | None = None
+    function: Any = None
     gathering: int = 0
 
 
@@ -35,7 +36,7 @@ _state = _State()
 
 def current_operation() -> str | None:
     """Name of the torch function a ShardTensor is in, for messages; None outside."""
-    return _state.operation
+    return None if _state.function is None else getattr(_state.function, "__name__", None)
 
 
 def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]:
@@ -60,6 +61,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
             _handlers[function] = entry
+        let_dynamo_dispatch(functions)
         return handler
 
     return decorate
@@ -116,12 +118,13 @@ def name_of(function: Any) -> str:
     return name
 
 
-def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     """Entry of every torch function that meets a ShardTensor."""
+    kwargs = kwargs or {}
     if _compiling():
         return _handlers.get(func, _refuse)(func, *args, **kwargs)
     handler = _handlers.get(func) or handler_of(func)
-    outer, _state.operation = _state.operation, getattr(func, "__name__", None)
+    outer, _state.function = _state.function, func
     try:
         return handler(func, *args, **kwargs)
     except UnsupportedOperation:
@@ -129,10 +132,12 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
             raise
         return _gather_and_compute(func, args, kwargs)
     finally:
-        _state.operation = outer
+        _state.function = outer
 
 
-install_dispatch(dispatch)
+# Set on both: torch disables it on a class that defines __torch_dispatch__ and not this one.
+for _kind in (ShardTensor, EagerShardTensor):
+    _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
 
 
 # --- Gradients of replicated operands ---------------------------------------------------------------
@@ -146,13 +151,25 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     """
     if not axes or not value.requires_grad:
         return value
-    if getattr(value, "_shardfield_managed", None) is not None:
+    operation = current_operation() if not _compiling() else None
+    if _is_managed(value):
         # The wrapper averages over data and domain only: over tensor the sum is ours.
         averaged = tuple(axis for axis in axes if axis != TENSOR)
-        value = scale_gradient(value, _ranks(layout, averaged))
+        groups = groups_of(layout, averaged)
+        value = scale_gradient(value, _ranks(layout, averaged), groups, operation)
         axes = tuple(axis for axis in axes if axis == TENSOR)
-    groups = groups_of(layout, axes)
-    return use(value, groups, _state.operation if not _compiling() else None)
+    return use(value, groups_of(layout, axes), operation)
+
+
+def manage(parameter: torch.Tensor) -> None:
+    """Marks a parameter whose gradient a wrapper averages over data and domain."""
+    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
+
+
+def _is_managed(value: torch.Tensor) -> bool:
+    mark = getattr(value, "_shardfield_managed", None)
+    # The mark names its object: a pickled or copied parameter is no longer managed.
+    return mark is not None and (_compiling() or mark == id(value))
 
 
 @constant
@@ -168,13 +185,13 @@ def _ranks(layout: Layout, axes: tuple[str, ...]) -> int:
 
 
 def split_axes(tensors: list) -> tuple[str, ...]:
-    """Mesh axes over which a computation on these ShardTensors is split."""
+    """Mesh axes of several ranks over which a computation on these ShardTensors is split."""
     first = tensors[0]._layout
-    axes = first.split_axes
+    axes = first.shared
     for x in tensors:
         layout = x._layout
-        if layout is not first and layout.split_axes != axes:
-            union = {*axes, *layout.split_axes}
+        if layout is not first and layout.shared != axes:
+            union = {*axes, *layout.shared}
             axes = tuple(axis for axis in first.mesh.names if axis in union)
     return axes
 
@@ -192,13 +209,29 @@ def _shard_tensors(values: Any) -> list:
 
 
 def _summing(handler: Handler) -> Handler:
+    """The handler, its replicated operands passed through `used` first."""
+
     def call(op, *args, **kwargs):
+        layout = None
+        for value in args:
+            if isinstance(value, ShardTensor):
+                if layout is None:
+                    layout = value._layout
+                elif value._layout is not layout:
+                    break
+            elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
+                break
+        else:
+            if layout is not None and not kwargs and not layout.shared:
+                return handler(op, *args)
         tensors = _shard_tensors(args)
         if kwargs:
             tensors += _shard_tensors(kwargs)
         if not tensors:
             return handler(op, *args, **kwargs)
         axes = split_axes(tensors)
+        if not axes:
+            return handler(op, *args, **kwargs)
         layout = tensors[0]._layout
         args = tuple([_used_in(value, axes, layout) for value in args])
         if kwargs:
@@ -211,7 +244,7 @@ def _summing(handler: Handler) -> Handler:
 
 def _used_in(value: Any, axes: tuple[str, ...], layout: Layout) -> Any:
     if isinstance(value, ShardTensor):
-        own = value._layout.split_axes
+        own = value._layout.shared
         if own == axes:
             return value
         missing = tuple(axis for axis in axes if axis not in own)

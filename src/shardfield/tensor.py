@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
+from shardfield.axes import find_axes
 from shardfield.comm._torch import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -15,23 +16,12 @@ from shardfield.comm._torch import (
     make_subclass,
 )
 from shardfield.errors import LayoutError, UnsupportedOperation
-from shardfield.layout import Layout
+from shardfield.layout import Factor, Layout
 
 Tensor = torch.Tensor
 _as_subclass = torch.Tensor.as_subclass
 _grad_enabled = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
-
-
-def _dispatch(func, args, kwargs):
-    """Replaced by the registry, which knows the handlers."""
-    raise RuntimeError("shardfield.registry is not imported")
-
-
-def install_dispatch(dispatch) -> None:
-    """Names the function that answers torch functions called with a ShardTensor."""
-    global _dispatch
-    _dispatch = dispatch
 
 
 class ShardTensor(torch.Tensor):
@@ -58,9 +48,7 @@ class ShardTensor(torch.Tensor):
     _layout: Layout
     _moved: bool = False
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _dispatch(func, args, kwargs or {})
+    # __torch_function__ is set by the registry, which knows the handlers.
 
     # --- What a tensor says of itself: global, from the layout --------------------------------
 
@@ -363,6 +351,11 @@ def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTen
     with torch.enable_grad():
         x = wrap(local, layout)
     return x.requires_grad_() if requires_grad else x
+
+
+def serialized_globals() -> list:
+    """Functions and classes that a pickled ShardTensor names."""
+    return [leaf, Layout, Factor, find_axes]
 
 
 def result(local: Tensor, layout: Layout) -> Tensor:

@@ -73,9 +73,13 @@ def window_plan(
     if channels is not None:
         changes[channels[0]] = (Factor(channels[1]),)
     out = layout.replace(changes)
-    empty = any(out.local_shape[step.dim] == 0 for step in steps)
     moved = tuple(step.dim for step in steps)
-    return WindowPlan(out, tuple(steps), empty, tuple(crops), moved)
+    return WindowPlan(out, tuple(steps), holds_nothing(out), tuple(crops), moved)
+
+
+def holds_nothing(layout: Layout) -> bool:
+    """Whether some split of a tensor, along any dim, leaves this rank without elements."""
+    return any(layout.axes(dim) and not rows for dim, rows in enumerate(layout.local_shape))
 
 
 def windowed(
@@ -95,7 +99,7 @@ def windowed(
     Comm: one fetch per split dim, forward and backward.
     """
     local = local_of(x)
-    if not plan.steps:
+    if not plan.steps and not plan.empty:
         return wrap(act(local), plan.layout)
     operation = None if torch.compiler.is_compiling() else current_operation()
     block = local

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardfield.axes import MeshAxes
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Factor, Layout
-from shardfield.mesh import MeshAxes
 from shardfield.ops.view import view_dims
 from shardfield.plan import runs_of
 

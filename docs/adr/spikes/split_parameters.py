@@ -38,7 +38,7 @@ STOCK_TO_LOCAL = False
 
 def owned_by(tensor: DeviceMesh, name: str, full: torch.Tensor, first_row: int = 0) -> "Owned":
     """What this tensor rank owns of a parameter: heads 0-1 on rank 0, head 2 on rank 1."""
-    own = range(0, 8) if tensor.get_local_rank() == 0 else range(8, 12)
+    own = range(8) if tensor.get_local_rank() == 0 else range(8, 12)
     fused = tuple(range(own.start + k * WIDTH, own.stop + k * WIDTH) for k in range(3))
     dim, ranges = {"qkv": (0, fused), "proj": (1, (own,)), "scale": (0, (range(CHANNELS),))}[name]
     return Owned(dim, ranges, full.shape, tensor.get_group(), first_row)
@@ -414,7 +414,7 @@ def life(kind: str, wrapper: str, mesh: DeviceMesh) -> dict[str, object]:
         dcp.load(alone, checkpoint_id=where[0], no_dist=True)
         error = max((alone[key] - wanted[key]).abs().max().item() for key in wanted)
         if by_layout:
-            other = range(0, 4) if mesh.get_local_rank("tensor") == 0 else range(4, 12)
+            other = range(4) if mesh.get_local_rank("tensor") == 0 else range(4, 12)
             owned = Owned(1, (other,), wanted["proj"].shape, mesh.get_group("tensor"))
             moved = {"proj": split(torch.zeros(CHANNELS, len(other), dtype=torch.float64), owned)}
             dcp.load(moved, checkpoint_id=where[0])

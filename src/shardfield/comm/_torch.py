@@ -28,17 +28,41 @@ def saved_tensor_hooks_in_force():
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def let_dynamo_dispatch(functions) -> None:
+    """Has Dynamo pass these functions to `__torch_function__`, as eager torch does.
+
+    Its list leaves out some that do so, `torch.rand_like` among them; traced code would then get
+    this rank's local result without an error.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().update(functions)
+
+
 @torch._dynamo.assume_constant_result
 def rank_of(group: str) -> int:
     """This rank's index in a process group."""
     return resolve_group(group).rank()
 
 
+def captures_leaf(node) -> bool:
+    """Whether the running backward is `autograd.grad` with this leaf's gradient among its results."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "autograd.grad()" in str(error):
+            return True
+        raise
+    return False
+
+
 __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "captures_leaf",
     "default_store",
     "in_backward",
+    "let_dynamo_dispatch",
     "make_subclass",
     "rank_of",
     "resolve_group",

@@ -86,3 +86,15 @@ def all_to_all(
         return funcol.wait_tensor(
             funcol.all_to_all_single(tensor, list(receives), list(sends), group)
         )
+
+
+def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch.Tensor:
+    """The tensors of all ranks of `group`, stacked along a new leading dim; shapes must agree."""
+    block = tensor.contiguous().unsqueeze(0)
+    if torch.compiler.is_compiling():
+        return funcol.wait_tensor(funcol.all_gather_single(block, 0, group))
+    if _recording:
+        _count("all_gather", tensor.numel() * tensor.element_size(), operation)
+    signature = (tuple(tensor.shape), tensor.dtype)
+    with agreement.collective("all_gather", group, operation, signature):
+        return funcol.wait_tensor(funcol.all_gather_single(block, 0, group))

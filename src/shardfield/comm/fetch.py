@@ -70,7 +70,7 @@ def _send_slabs(
     counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
     if torch.compiler.is_compiling() and not any(counts):
         own = rank_of(group)
-        parts.insert(sum(1 for rows in given[:own] if rows), like.new_zeros(1))
+        parts.insert(sum(1 for rows in given[:own] if rows), like.reshape(-1)[:0].sum()[None])
         return [None] * len(counts), all_to_all(
             torch.cat(parts),
             [int(other == own) for other in range(len(counts))],
@@ -79,7 +79,9 @@ def _send_slabs(
             operation,
         )
     if not parts:
-        flat = like.new_empty(0)
+        # A slice, not a new tensor: where nothing ties a backward exchange to the gradient, the
+        # compiler moves it into the forward, on that rank alone.
+        flat = like.reshape(-1)[:0]
     else:
         flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
     arrived = all_to_all(flat, counts, given, group, operation)

@@ -8,7 +8,7 @@ from shardfield.comm.fetch import fetch
 from shardfield.comm.reduce import gather, shard
 from shardfield.comm.transpose import transpose
 from shardfield.constant import constant
-from shardfield.layout import Dim, Factor, Layout
+from shardfield.layout import Factor, Layout
 from shardfield.plan import exchange, runs_of, wanted_runs, wanted_whole
 
 
@@ -24,21 +24,13 @@ def move(
     if source is target:
         return local
     for kind, arguments in _steps(source, target):
-        if kind == "resize":
-            dim, plan, group = arguments
-            local = fetch(local, dim, plan, group, 0.0, operation)
-        elif kind == "transpose":
-            local = transpose(local, *arguments, operation)
-        elif kind == "gather":
-            local = gather(local, *arguments, operation)
-        else:
-            local = shard(local, *arguments, operation)
+        local = _ACTS[kind](local, *arguments, operation)
     return local
 
 
 @constant
 def _steps(source: Layout, target: Layout) -> tuple[tuple[str, tuple], ...]:
-    """Cheapest-first list of (kind, arguments of the communication)."""
+    """Cheapest-first (kind, this rank's arguments of the act)."""
     steps, here = [], source
     changed = [d for d in range(len(source.dims)) if source.dims[d] != target.dims[d]]
     for d in changed:
@@ -81,24 +73,30 @@ def _place(layout: Layout, axes: tuple[str, ...]) -> tuple[int, str]:
     return layout.mesh.rank(axes), layout.mesh.group(axes)
 
 
-def _resize(here: Layout, d: int, factors: Dim) -> tuple:
+def _resize(here: Layout, d: int, factors):
     rank, group = _place(here, here.axes(d))
-    return d, exchange(runs_of(here.dims[d]), wanted_runs(factors), rank), group
+    plan = exchange(runs_of(here.dims[d]), wanted_runs(factors), rank)
+    return d, plan, group, 0.0
 
 
-def _transpose(here: Layout, d: int, other: int, factors: Dim) -> tuple:
+def _transpose(here: Layout, d: int, other: int, factors):
     rank, group = _place(here, here.axes(d))
     return d, here.extents(d), other, factors[0].extents, rank, group
 
 
-def _gather(here: Layout, d: int) -> tuple:
+def _gather(here: Layout, d: int):
     rank, group = _place(here, here.axes(d))
     owned = runs_of(here.dims[d])
-    return d, owned[rank], exchange(owned, wanted_whole(here.shape[d], len(owned)), rank), group
+    plan = exchange(owned, wanted_whole(here.shape[d], len(owned)), rank)
+    return d, owned[rank], plan, group
 
 
-def _shard(here: Layout, d: int, factors: Dim) -> tuple:
+def _shard(here: Layout, d: int, factors):
     axes = tuple(axis for factor in factors for axis in factor.axes)
     rank, group = _place(here, axes)
     owned = runs_of(factors)
-    return d, owned[rank], exchange(owned, wanted_whole(here.shape[d], len(owned)), rank), group
+    plan = exchange(owned, wanted_whole(here.shape[d], len(owned)), rank)
+    return d, owned[rank], plan, group
+
+
+_ACTS = {"resize": fetch, "transpose": transpose, "gather": gather, "shard": shard}

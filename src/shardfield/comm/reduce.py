@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardfield.comm._torch import captures_leaf
 from shardfield.comm.collectives import all_reduce
 from shardfield.comm.fetch import _assemble
 from shardfield.plan import Exchange, Run
@@ -21,9 +22,7 @@ def reduce_sum(
     return _Reduce.apply(partial, groups, operation)
 
 
-def use(
-    value: torch.Tensor, groups: tuple[str, ...], operation: str | None = None
-) -> torch.Tensor:
+def use(value: torch.Tensor, groups: tuple[str, ...], operation: str | None = None) -> torch.Tensor:
     """A replicated value about to meet split operands: identity, its gradient is summed.
 
     Comm: none forward, one all-reduce per group backward.
@@ -33,9 +32,15 @@ def use(
     return _Use.apply(value, groups, operation)
 
 
-def scale_gradient(value: torch.Tensor, factor: int) -> torch.Tensor:
-    """Identity whose gradient is multiplied by `factor` (managed parameters, see parallelize)."""
-    return value if factor == 1 else _ScaleGradient.apply(value, factor)
+def scale_gradient(
+    value: torch.Tensor, factor: int, groups: tuple[str, ...], operation: str | None = None
+) -> torch.Tensor:
+    """Identity whose gradient is multiplied by `factor`, the number of ranks of `groups`.
+
+    For parameters whose wrapper averages gradients (see parallelize). `torch.autograd.grad` does
+    not pass through the wrapper; there the gradient is summed over `groups` instead.
+    """
+    return value if factor == 1 else _ScaleGradient.apply(value, factor, groups, operation)
 
 
 class _Reduce(torch.autograd.Function):
@@ -67,13 +72,17 @@ class _Use(torch.autograd.Function):
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value, factor):
-        ctx.factor = factor
+    def forward(ctx, value, factor, groups, operation):
+        ctx.saved = factor, groups, operation
         return value.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * ctx.factor, None
+        factor, groups, operation = ctx.saved
+        if not torch.compiler.is_compiling() and captures_leaf(ctx.next_functions[0][0]):
+            name = None if operation is None else f"backward of {operation}"
+            return _Reduce.apply(grad, groups, name), None, None, None
+        return grad * factor, None, None, None
 
 
 class _Gather(torch.autograd.Function):

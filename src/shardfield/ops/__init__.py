@@ -1,8 +1,10 @@
 """One family of operations a file; importing this package registers them all."""
 
+import importlib
+import pkgutil
+
 import torch
 
-from shardfield.ops import conv, index, join, pad, pointwise, roll, view
 from shardfield.registry import resolve_all
 
 
@@ -16,6 +18,6 @@ def _torch_functions():
                 yield found
 
 
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 resolve_all(_torch_functions())
-
-__all__ = ["conv", "index", "join", "pad", "pointwise", "roll", "view"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 
 from shardfield.constant import constant
@@ -47,7 +46,9 @@ def _check(op, layout: Layout, dims: int) -> int:
 
 
 def _check_weight(op, input, weight, bias) -> None:
-    if not isinstance(input, ShardTensor) or any(isinstance(t, ShardTensor) for t in (weight, bias)):
+    if not isinstance(input, ShardTensor) or any(
+        isinstance(t, ShardTensor) for t in (weight, bias)
+    ):
         raise unsupported(op, "its weight or bias is split", args=(input, weight, bias))
 
 

@@ -391,7 +391,7 @@ def _dims_used(item) -> int:
 @constant
 def _dropped(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """`layout` with some split dims of one row whole."""
-    return layout.replace({dim: () for dim in dims})
+    return layout.replace(dict.fromkeys(dims, ()))
 
 
 @constant

@@ -204,9 +204,7 @@ def stack(op, tensors, dim=0, *, out=None):
     return result(op(_blocks(op, tensors, plan), dim), plan.layout)
 
 
-@register(
-    torch.hstack, torch.vstack, torch.row_stack, torch.column_stack, torch.dstack, uses=False
-)
+@register(torch.hstack, torch.vstack, torch.row_stack, torch.column_stack, torch.dstack, uses=False)
 def stack_along(op, tensors, *, out=None):
     """Spelled with `cat`, as torch defines them."""
     if out is not None or any(t.dim() < _FEWEST[op] for t in tensors):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardfield.constant import constant
 from shardfield.comm.move import move
+from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
@@ -115,8 +115,10 @@ def pointwise(op, *args, **kwargs):
 
 
 def _wrapped(out, layout: Layout):
-    return type(out)(*(wrap(part, layout) for part in out)) if hasattr(out, "_fields") else tuple(
-        wrap(part, layout) for part in out
+    return (
+        type(out)(*(wrap(part, layout) for part in out))
+        if hasattr(out, "_fields")
+        else tuple(wrap(part, layout) for part in out)
     )
 
 
@@ -146,9 +148,7 @@ def _broadcast(op, args, kwargs):
         raise unsupported(
             op, "it writes a sharded value into a plain tensor", "use the result", "in-place", args
         )
-    described = tuple(
-        t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors
-    )
+    described = tuple(t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors)
     out, targets = broadcast_layouts(op, writes, *described)
     for index, t, target in zip(slots, tensors, targets, strict=True):
         if isinstance(t, ShardTensor):
@@ -297,9 +297,18 @@ def copy_(op, input, source, non_blocking=False):
     return _broadcast(op, (input, source), {"non_blocking": non_blocking})
 
 
-@register(torch.is_floating_point, _T.is_floating_point, torch.is_complex, _T.is_complex,
-          _T.element_size, _T.get_device, torch.is_tensor, _T.is_contiguous, _T.is_pinned,
-          uses=False)
+@register(
+    torch.is_floating_point,
+    _T.is_floating_point,
+    torch.is_complex,
+    _T.is_complex,
+    _T.element_size,
+    _T.get_device,
+    torch.is_tensor,
+    _T.is_contiguous,
+    _T.is_pinned,
+    uses=False,
+)
 def ask_local(op, input, *args, **kwargs):
     """Questions that every shard answers alike."""
     return op(local_of(input), *args, **kwargs)

@@ -325,7 +325,7 @@ def _squeeze_plan(layout: Layout, dims: tuple[int, ...] | None) -> ViewPlan:
     ndim = len(layout.dims)
     asked = range(ndim) if dims is None else {wrapped(dim, ndim) for dim in dims}
     gone = {dim for dim in asked if dim < ndim and layout.shape[dim] == 1}
-    target = layout.replace({dim: () for dim in gone})
+    target = layout.replace(dict.fromkeys(gone, ()))
     out = Layout(layout.mesh, [d for index, d in enumerate(layout.dims) if index not in gone])
     if target is layout:
         return ViewPlan(out)

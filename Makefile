@@ -1,0 +1,46 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Both set up what they need.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.current
+
+RANKS ?=
+STEPS ?= 40
+OUT ?= out/demo
+
+.PHONY: help setup demo test lint format bench clean
+
+help:  ## Show this list.
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Create .venv with everything; does nothing when it is current.
+
+# torch comes first and alone, so that no other package chooses its build.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -e '.[demo,test,dev]' -c constraints.txt
+	touch $(STAMP)
+
+demo: setup  ## Train MONAI's 3-D U-Net on an MRI volume over RANKS= ranks, compare with one.
+	$(BIN)/shardfield demo $(if $(RANKS),--ranks $(RANKS)) --steps $(STEPS) --out $(OUT)
+
+test: setup  ## Run the whole test suite; ARGS= goes to pytest.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## Check format, lint, types and layering.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: setup  ## Format the code and fix what ruff can fix.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## Run the benchmarks: one table.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
+clean:  ## Remove the environment and caches.
+	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

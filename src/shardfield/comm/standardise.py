@@ -1,0 +1,195 @@
+"""Standardises a split block: what every norm is, as one autograd function.
+
+It saves the block, the weight and the statistics, as torch's fused norms do. On CPU its passes over
+memory are those of torch's kernels for batch norm, which take given statistics per channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardfield.comm.collectives import all_reduce
+from shardfield.comm.moments import accumulation_dtype, merge, moments
+from shardfield.comm.reduce import reduce_sum, use
+
+Tensor = torch.Tensor
+
+_OVER = (0, 2, 3)
+# Squares are added up in runs of this length, and the runs' sums by torch's cascade: one running
+# fp32 sum over a whole volume would lose digits.
+_RUN = 1024
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scope:
+    """Who shares a statistic.
+
+    Attributes:
+        counts: elements that every rank contributes, in the order of `moments.counts_over`.
+        groups: process groups of the ranks.
+    """
+
+    counts: tuple[int, ...]
+    groups: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """Elements of all ranks."""
+        return sum(self.counts)
+
+
+def standardise(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scope: Scope,
+    eps: float,
+    operation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, statistics over dims 0, 2, 3 and all ranks.
+
+    Args:
+        x: this rank's block as (B, G, K, L): G statistics, each over B x K x L elements and ranks.
+        weight, bias: whatever broadcasts to `x`: (1, G, K, 1) per channel, (1, 1, 1, L) per element.
+
+    Returns:
+        The result, in the type of accumulation; mean and biased variance (1, G, 1, 1), without
+        gradient, the same on every rank to the last bit. Differentiable twice.
+
+    Comm: one all-gather of 2G numbers per group forward, one all-reduce of 2G numbers per group
+        backward (if `x` requires grad).
+    """
+    return _Standardise.apply(x, weight, bias, scope, eps, operation)
+
+
+def _deviations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's mean, sum of squared deviations, and the deviations themselves (fresh)."""
+    dtype = accumulation_dtype(x.dtype)
+    held = x.shape[0] * x.shape[2] * x.shape[3]
+    mean = x.sum(_OVER, keepdim=True, dtype=dtype) / max(held, 1)
+    deviations = x - mean
+    if deviations.device.type != "cpu" or torch.compiler.is_compiling():
+        return mean, deviations.square().sum(_OVER, keepdim=True), deviations
+    # A norm reads the deviations once, where square().sum() would write as many again.
+    rows, rest = divmod(x.shape[3], _RUN)
+    second = torch.zeros_like(mean)
+    if rows:
+        runs = deviations[..., : rows * _RUN].unflatten(3, (rows, _RUN))
+        second = torch.linalg.vector_norm(runs, dim=4).square_().sum(_OVER, keepdim=True)
+    if rest:
+        tail = torch.linalg.vector_norm(deviations[..., rows * _RUN :], dim=3, keepdim=True)
+        second = second + tail.square_().sum(_OVER, keepdim=True)
+    return mean, second, deviations
+
+
+class _Standardise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, scope, eps, operation):
+        local_mean, second, y = _deviations(x)
+        mean, variance = merge(local_mean, second, scope.counts, scope.groups, operation)
+        scale = (variance + eps).rsqrt()
+        shift = (local_mean - mean) * scale
+        if weight is not None:
+            if weight.shape[3] == 1:
+                scale, shift = scale * weight, shift * weight
+            else:
+                y, scale, shift = y.mul_(scale).add_(shift), weight, None
+        if bias is not None:
+            shift = bias if shift is None else shift + bias
+        y = y.mul_(scale)
+        if shift is not None:
+            y = y.add_(shift)
+        ctx.scope, ctx.eps, ctx.operation = scope, eps, operation
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.save_for_backward(x, weight, mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        x, weight, mean, variance = ctx.saved_tensors
+        scope, name = ctx.scope, ctx.operation and f"backward of {ctx.operation}"
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Someone will differentiate this: statistics that know how they depend on x.
+            mean, variance = (
+                use(value, scope.groups, name)
+                for value in moments(x, _OVER, scope.counts, scope.groups, name)
+            )
+            found = _gradients(grad, x, weight, mean, (variance + ctx.eps).rsqrt(), scope, name)
+        elif _fused(x, weight):
+            scale = (variance + ctx.eps).rsqrt()
+            found = _fused_gradients(grad, x, weight, mean, scale, scope, name, needs[0])
+        else:
+            found = _gradients(grad, x, weight, mean, (variance + ctx.eps).rsqrt(), scope, name)
+        grad_x, grad_weight, grad_bias = found
+        if weight is None or not needs[1]:
+            grad_weight = None
+        else:
+            grad_weight = grad_weight.sum_to_size(weight.shape).to(weight.dtype)
+        if ctx.bias_like is None or not needs[2]:
+            grad_bias = None
+        else:
+            grad_bias = grad_bias.sum_to_size(ctx.bias_like[0]).to(ctx.bias_like[1])
+        grad_x = grad_x.to(x.dtype) if needs[0] else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _gradients(grad, x, weight, mean, scale, scope: Scope, name):
+    """Gradients of x, weight, bias (unreduced), in operations that can be differentiated."""
+    normal = (x - mean) * scale
+    wanted = grad if weight is None else grad * weight
+    sums = torch.stack(
+        (wanted.sum(_OVER, keepdim=True), (wanted * normal).sum(_OVER, keepdim=True))
+    )
+    sums = use(reduce_sum(sums, scope.groups, name), scope.groups, name) / scope.total
+    return (wanted - sums[0] - normal * sums[1]) * scale, grad * normal, grad
+
+
+def _fused(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether torch's CPU kernels for batch norm apply: a weight per channel at most."""
+    per_channel = weight is None or weight.shape[3] == 1
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and x.dtype in (torch.float32, torch.float64)
+        and per_channel
+    )
+
+
+def _fused_gradients(grad, x, weight, mean, scale, scope: Scope, name, needs_x: bool):
+    """As `_gradients`: one pass for the sums, and one and a half for the gradient of x."""
+    samples, statistics, per, length = x.shape
+    shape = (samples, statistics * per, length)
+    rows, grads = x.reshape(shape), grad.reshape(shape)
+    means = mean.expand(1, statistics, per, 1).reshape(-1)
+    scales = scale.expand(1, statistics, per, 1).reshape(-1)
+    if x.numel():
+        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grads, rows, None, None, None, means, scales, True, 0.0, [False, True, True]
+        )
+    else:
+        grad_weight, grad_bias = torch.zeros_like(means), torch.zeros_like(means)
+    grad_weight = grad_weight.view(1, statistics, per, 1)
+    grad_bias = grad_bias.view(1, statistics, per, 1)
+    if not needs_x:
+        return None, grad_weight, grad_bias
+    sums = torch.stack((grad_bias, grad_weight))
+    if weight is not None:
+        sums = sums * weight
+    sums = sums.sum(3, keepdim=True)
+    for group in scope.groups:
+        sums = all_reduce(sums, group, name)
+    if not x.numel():
+        return torch.zeros_like(x), grad_weight, grad_bias
+    sums = sums * (scale / -scope.total)
+    slope = (sums[1] * scale).expand(1, statistics, per, 1).reshape(-1)
+    offset = sums[0].expand(1, statistics, per, 1).reshape(-1)
+    # slope * (x - mean) + offset in one pass: batch norm's evaluation with unit variance.
+    ones = torch.ones_like(means)
+    grad_x, _, _ = torch.native_batch_norm(rows, slope, offset, means, ones, False, 0.0, 0.0)
+    factor = scale if weight is None else scale * weight
+    grad_x.addcmul_(grads, factor.expand(1, statistics, per, 1).reshape(1, -1, 1))
+    return grad_x.view(x.shape), grad_weight, grad_bias

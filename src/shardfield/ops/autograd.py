@@ -1,0 +1,60 @@
+"""`torch.autograd.grad` where outputs or inputs are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardfield.errors import LayoutError
+from shardfield.operands import part_of_plain
+from shardfield.registry import register
+from shardfield.tensor import ShardTensor, describe, local_of, wrap
+
+Tensor = torch.Tensor
+
+
+@register(torch.autograd.grad, uses=False)
+def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple[Tensor | None, ...]:
+    """Gradients of sharded inputs are sharded like them. Comm: that of the operations' backward."""
+    outputs, inputs = _several(outputs), _several(inputs)
+    given = _several(grad_outputs) if grad_outputs is not None else (None,) * len(outputs)
+    cotangents = [_cotangent(y, g) for y, g in zip(outputs, given, strict=True)]
+    found = op(
+        [local_of(y) if isinstance(y, ShardTensor) else y for y in outputs],
+        [local_of(x) if isinstance(x, ShardTensor) else x for x in inputs],
+        cotangents,
+        *args,
+        **kwargs,
+    )
+    return tuple(
+        wrap(g, x.layout) if isinstance(x, ShardTensor) and g is not None else g
+        for x, g in zip(inputs, found, strict=True)
+    )
+
+
+def _several(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _cotangent(output: Tensor, given: Tensor | None) -> Tensor | None:
+    """This rank's part of the gradient of an output."""
+    if not isinstance(output, ShardTensor):
+        if isinstance(given, ShardTensor):
+            raise LayoutError(
+                f"autograd.grad of a plain tensor with grad_outputs {describe(given)}",
+                "the gradient of a replicated tensor is replicated",
+                "pass given.full_tensor()",
+                "layout",
+            )
+        return given
+    if isinstance(given, ShardTensor) and given.layout is output.layout:
+        return local_of(given)
+    if given is None or isinstance(given, ShardTensor) or given.shape != output.shape:
+        raise LayoutError(
+            f"autograd.grad of {describe(output)} with grad_outputs {describe(given)}",
+            "a sharded output needs its gradient: sharded like it, or plain and whole",
+            "reduce to a scalar first, or pass grad_outputs",
+            "layout",
+        )
+    return part_of_plain(given, output.layout)

@@ -1,0 +1,63 @@
+"""`parallelize`: an unmodified module on a mesh, its gradients reduced once, in buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from shardfield.axes import DATA, TENSOR, mesh_axes
+from shardfield.comm._torch import resolve_group
+from shardfield.errors import LayoutError
+from shardfield.registry import manage
+
+
+def parallelize(
+    model: torch.nn.Module, mesh: DeviceMesh, params: str = "replicate", **ddp: Any
+) -> torch.nn.Module:
+    """Wraps a module so that its parameters train on shards as on one device.
+
+    Args:
+        model: any module; its parameters and buffers are the same on every rank afterwards.
+        mesh: the root mesh. Gradients are averaged over `data` and summed over the axes that the
+            computation was split over, in one bucketed reduction that overlaps the backward.
+        params: "replicate", the only kind so far: every rank keeps all parameters.
+        ddp: options of `torch.nn.parallel.DistributedDataParallel`.
+
+    Returns:
+        A DistributedDataParallel over the joint data x domain group: `.module` is the model,
+        `no_sync()` accumulates (`.grad` is not final inside).
+
+    Comm: weights and buffers once, now; per backward one all-reduce per bucket, over all ranks.
+
+    Raises:
+        LayoutError: an unknown `params`, or a mesh with a `tensor` axis of more than one rank.
+    """
+    axes = mesh_axes(mesh)
+    if params != "replicate":
+        raise LayoutError(
+            f"parallelize(params={params!r})",
+            "parameters are replicated; other storage is not built yet",
+            'params="replicate"',
+            "parallelize",
+        )
+    if TENSOR in axes.names and axes.size((TENSOR,)) > 1:
+        raise LayoutError(
+            f"parallelize on a mesh with tensor={axes.size((TENSOR,))}",
+            "weights are not split over ranks yet",
+            "init_mesh(data=..., domain=...) without tensor",
+            "parallelize",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    joint = tuple(name for name in axes.names if name != TENSOR)
+    several = DATA in axes.names and axes.size((DATA,)) > 1
+    options = {"broadcast_buffers": several, "gradient_as_bucket_view": True, **ddp}
+    wrapped = DistributedDataParallel(
+        model, process_group=resolve_group(axes.group(joint)), **options
+    )
+    for parameter in model.parameters():
+        manage(parameter)
+    return wrapped

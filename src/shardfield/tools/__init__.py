@@ -1,0 +1,1 @@
+"""What the command line calls: measuring, checking and explaining sharded programs."""

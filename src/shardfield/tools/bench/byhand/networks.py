@@ -1,0 +1,51 @@
+"""Forward passes on local blocks, with the parameters of the plain networks."""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardfield.tools.bench.byhand.group_norm import GroupNorm
+from shardfield.tools.bench.byhand.halo import WithHalo
+from shardfield.tools.bench.networks import ConvBlock, UNet
+
+
+def local_forward(network: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The hand-written forward of a network of `bench.networks`, local input to local output."""
+    if isinstance(network, UNet):
+        return lambda x: unet(network, x)
+    return lambda x: conv_stack(cast(nn.Sequential, network), x)
+
+
+def conv_stack(network: nn.Sequential, x: Tensor) -> Tensor:
+    """(B, C, H, ...) local to the same."""
+    for convolution, _ in cast("list[nn.Sequential]", network):
+        x = F.relu(conv(cast(nn.Conv2d, convolution), x))
+    return x
+
+
+def unet(network: UNet, x: Tensor) -> Tensor:
+    """(B, C, H, W) local to (B, 1, H, W) local; H even on every rank."""
+    skip = conv_block(network.encode, x)
+    deep = network.up(conv_block(network.middle, conv(network.down, skip)))
+    return network.head(conv_block(network.decode, torch.cat([skip, deep], dim=1)))
+
+
+def conv_block(block: ConvBlock, x: Tensor) -> Tensor:
+    """(B, C, H, W) local to (B, C', H, W) local."""
+    for convolution, norm in ((block[0], block[1]), (block[3], block[4])):
+        x = conv(cast(nn.Conv2d, convolution), x)
+        norm = cast(nn.GroupNorm, norm)
+        x = F.relu(GroupNorm.apply(x, norm.num_groups, norm.weight, norm.bias, norm.eps))
+    return x
+
+
+def conv(layer: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+    """A 3-wide convolution with padding 1; the shard starts at a multiple of the stride."""
+    op = F.conv2d if isinstance(layer, nn.Conv2d) else F.conv3d
+    # The last window of an aligned shard ends at its last row when the stride is 2.
+    after = 1 if layer.stride[0] == 1 else 0
+    padding = (0, *cast("tuple[int, ...]", layer.padding)[1:])
+    return op(WithHalo.apply(x, 1, after), layer.weight, layer.bias, layer.stride, padding)

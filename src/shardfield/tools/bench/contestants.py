@@ -1,0 +1,91 @@
+"""Who is timed: the same training step, sharded, by hand and in one process."""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import shardfield as sf
+from shardfield.tools.bench.byhand.networks import local_forward
+from shardfield.tools.bench.networks import Workload
+
+
+class Contestant(ABC):
+    """One way to run a training step of a workload: forward, loss, backward, reduced gradients."""
+
+    network: nn.Module
+
+    @abstractmethod
+    def step(self) -> Tensor:
+        """Runs a step and returns the global loss (a 0-d tensor)."""
+
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients of the last step, in the order of the network's parameters."""
+        return [p.grad for p in self.network.parameters() if p.grad is not None]
+
+
+class OneProcess(Contestant):
+    """Plain torch on the whole sample."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.network = workload.network()
+        self.input, self.target = workload.sample()
+
+    def step(self) -> Tensor:
+        """Comm: none."""
+        self.network.zero_grad()
+        loss = F.mse_loss(self.network(self.input), self.target)
+        loss.backward()
+        return loss.detach()
+
+
+class ByHand(Contestant):
+    """Local tensors, explicit halos, one flat gradient all-reduce that carries the loss too."""
+
+    def __init__(self, workload: Workload) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.network = workload.network()
+        self.forward = local_forward(self.network)
+        self.input, self.target = (
+            t.chunk(ranks, dim=2)[rank].contiguous() for t in workload.sample()
+        )
+        self.target_numel = self.target.numel() * ranks
+        parameters = list(self.network.parameters())
+        self.flat = torch.zeros(sum(p.numel() for p in parameters) + 1)
+        offset = 0
+        for parameter in parameters:
+            view = self.flat[offset : offset + parameter.numel()]
+            parameter.grad = view.view_as(parameter)
+            offset += parameter.numel()
+
+    def step(self) -> Tensor:
+        """Comm: the halos, the norms' moments, one all-reduce of the flat gradient."""
+        self.flat.zero_()
+        error = F.mse_loss(self.forward(self.input), self.target, reduction="sum")
+        loss = error / self.target_numel
+        loss.backward()
+        self.flat[-1] = loss.detach()
+        dist.all_reduce(self.flat)
+        return self.flat[-1].clone()
+
+
+class Sharded(Contestant):
+    """The plain network through `shardfield.parallelize`, its sample split along dim 2."""
+
+    def __init__(self, workload: Workload) -> None:
+        mesh = sf.init_mesh()
+        self.network = sf.parallelize(workload.network(), mesh)
+        self.input, self.target = (
+            sf.distribute_tensor(t, mesh["domain"], [Shard(2)], src_data_rank=None)
+            for t in workload.sample()
+        )
+
+    def step(self) -> Tensor:
+        """Comm: what shardfield needs, and DDP's buckets."""
+        self.network.zero_grad()
+        loss = F.mse_loss(self.network(self.input), self.target)
+        loss.backward()
+        return loss.detach()

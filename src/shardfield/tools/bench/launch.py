@@ -1,0 +1,85 @@
+"""Rank processes for one measurement: spawned once, one thread each, idle when they wait."""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_PATIENCE = timedelta(minutes=30)
+
+
+class Idle:
+    """Lets ranks sleep in a socket while the first one works alone: nobody spins meanwhile."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("idle", store)
+        self._turn = 0
+
+    def sleep(self) -> None:
+        """Blocks until the first rank calls `wake`; each rank sleeps as often as that one wakes."""
+        self._store.wait([str(self._turn)], _PATIENCE)
+        self._turn += 1
+
+    def wake(self) -> None:
+        """Wakes all who sleep, or are about to."""
+        self._store.set(str(self._turn), "")
+        self._turn += 1
+
+
+def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """Runs `fn(idle, *args)` on `ranks` new processes and returns what rank 0 returned.
+
+    The processes find the environment that torchrun would give them (`RANK`, `WORLD_SIZE`, ...),
+    so `fn` sets up its process group as any program does.
+
+    Args:
+        fn: A function that can be imported by name.
+        ranks: How many processes.
+        args: Sent to each process; must pickle.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the others are stopped.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+        inherited = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # read when the child imports torch
+        try:
+            mp.spawn(_rank_main, (fn, ranks, store.port, answer, args), nprocs=ranks)
+        finally:
+            if inherited is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = inherited
+        return pickle.loads(answer.read_bytes())
+
+
+def _rank_main(
+    rank: int, fn: Callable[..., Any], ranks: int, port: int, answer: Path, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        # The parent serves the store, as torchrun's agent does: no port is guessed.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    result = fn(Idle(store), *args)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    if rank == 0:
+        answer.write_bytes(pickle.dumps(result))

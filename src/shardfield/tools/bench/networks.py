@@ -1,0 +1,101 @@
+"""The networks that are timed: plain `nn.Module`s that know nothing of sharding."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One network and its sample, split over the ranks along dim 2.
+
+    Attributes:
+        name: What the table calls it.
+        build: Makes the network; seeded alike, every call makes the same one.
+        input_shape: Global shape of the input, batch and channels first.
+        target_shape: Global shape of the output.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+
+    def network(self) -> nn.Module:
+        """The network with the same weights at every call and on every rank."""
+        torch.manual_seed(0)
+        return self.build()
+
+    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole input and target, global shapes, the same on every rank."""
+        generator = torch.Generator().manual_seed(1)
+        make = lambda shape: torch.randn(shape, generator=generator)  # noqa: E731
+        return make(self.input_shape), make(self.target_shape)
+
+
+def conv_stack(layers: int, channels: int, dims: int) -> nn.Sequential:
+    """`layers` times a 3-wide convolution and a ReLU, `channels` wide throughout."""
+    conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
+    return nn.Sequential(
+        *(nn.Sequential(conv(channels, channels, 3, padding=1), nn.ReLU()) for _ in range(layers))
+    )
+
+
+def conv_norm_stack(layers: int, channels: int) -> nn.Sequential:
+    """`layers` times a 3x3 convolution, a group norm and a GELU."""
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Conv2d(channels, channels, 3, padding=1),
+                nn.GroupNorm(channels // 4, channels),
+                nn.GELU(),
+            )
+            for _ in range(layers)
+        )
+    )
+
+
+class ConvBlock(nn.Sequential):
+    """Two convolutions, each with group norm and ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+        )
+
+
+class UNet(nn.Module):
+    """Two levels: strided convolution down, transposed convolution up, one skip connection."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.encode = ConvBlock(channels, channels)
+        self.down = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
+        self.middle = ConvBlock(2 * channels, 2 * channels)
+        self.up = nn.ConvTranspose2d(2 * channels, channels, 2, stride=2)
+        self.decode = ConvBlock(2 * channels, channels)
+        self.head = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) to (B, 1, H, W)."""
+        skip = self.encode(x)
+        deep = self.up(self.middle(self.down(skip)))
+        return self.head(self.decode(torch.cat([skip, deep], dim=1)))
+
+
+def workloads(scale: int = 1) -> list[Workload]:
+    """The timed workloads; `scale` divides every spatial extent (for quick looks and tests)."""
+    wide, cube, square = 512 // scale, 64 // scale, 256 // scale
+    conv_shape, cube_shape = (1, 32, wide, wide), (1, 16, cube, cube, cube)
+    return [
+        Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
+        Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
+        Workload("U-Net", lambda: UNet(32), (1, 32, square, square), (1, 1, square, square)),
+    ]

@@ -1,0 +1,50 @@
+"""Activation memory per rank: the bounds that a sharded forward promises, on small networks."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import shardfield as sf
+from shardfield.testing import Rank, rank_pool
+from shardfield.tools.bench.keeping import MODES, Keeping, measure, models
+from shardfield.tools.memory import kept_bytes
+
+SMALL = {model.name: model for model in models(scale=4)}
+
+
+def _measure(rank: Rank, name: str, mode: str) -> Keeping:
+    return measure(SMALL[name], mode, sf.init_mesh())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_rank_of_two_keeps_half_and_its_halos(name: str, mode: str) -> None:
+    for row in rank_pool(2).run(_measure, name, mode):
+        assert row.slabs > 0
+        # Keeping less than the share would mean that something else than the same was measured.
+        assert 0.45 * row.one <= row.kept <= row.bound
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_memory_falls_with_the_number_of_ranks(ranks: int) -> None:
+    for row in rank_pool(ranks).run(_measure, "conv-ReLU stack", "eager"):
+        largest = -(-SMALL["conv-ReLU stack"].shape[2] // ranks)
+        share = largest / SMALL["conv-ReLU stack"].shape[2]
+        assert row.kept <= (share + 0.02) * row.one + row.slabs
+
+
+def _distribute(rank: Rank) -> tuple[int, int, int]:
+    mesh = sf.init_mesh()
+    whole = torch.randn(1, 4, 64, 32)
+    made = []
+    allocated = kept_bytes(
+        lambda: made.append(sf.distribute_tensor(whole, mesh["domain"], [Shard(2)])), runs=5
+    )
+    local = made[0].to_local()
+    return allocated.kept, local.untyped_storage().nbytes(), local.numel() * 4
+
+
+def test_distribute_tensor_keeps_the_shard_alone() -> None:
+    """CASES 34."""
+    for kept, storage, shard in rank_pool(4).run(_distribute):
+        assert kept == storage == shard == 4 * 16 * 32 * 4
