@@ -332,6 +332,7 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     if _compiling():
         x = _as_subclass(local, ShardTensor)
         x._local = local
+        x._moved = False  # Dynamo does not find the attribute of the class
     elif type(local) is not Tensor and type(local) is not torch.nn.Parameter:
         with DisableTorchDispatch():
             x = make_subclass(EagerShardTensor, _CARRIER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -178,9 +179,7 @@ def _pieces(op, input: ShardTensor, dim: int, lengths: Sequence[int]) -> tuple[t
             for part in local_of(input).split(list(lengths), dim)
         )
     points = cuts(lengths)
-    return tuple(
-        _slice(op, input, dim, (a, b, 1)) for a, b in zip(points, points[1:], strict=False)
-    )
+    return tuple(_slice(op, input, dim, (a, b, 1)) for a, b in pairwise(points))
 
 
 @constant
@@ -205,7 +204,8 @@ def split(op, tensor, split_size_or_sections=None, dim=0, *, split_size=None):
         if sum(given) != size or min(given, default=0) < 0:
             raise RuntimeError(
                 "split_with_sizes expects split_sizes to sum exactly to "
-                f"{size} (input tensor's size at dimension {dim}), but got split_sizes={list(given)}"
+                f"{size} (input tensor's size at dimension {dim}), but got "
+                f"split_sizes={list(given)}"
             )
         return _pieces(op, tensor, dim, given)
     if given < 0 or (given == 0 and size):
@@ -504,7 +504,7 @@ def setitem(op, input, index, value):
         return
     local, here, _ = sliced(op, local_of(input), input._layout, parsed.cuts)
     # A row taken by an int keeps its dim, so that only its owner writes.
-    rows = [dim for dim in parsed.ints]
+    rows = list(parsed.ints)
     target = result(local, here)
     if isinstance(value, torch.Tensor):
         value = _rows_kept(value, parsed, rows)
