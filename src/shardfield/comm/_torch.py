@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import (
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 DisableTorchDispatch = torch._C._DisableTorchDispatch
+functional = torch.ops._c10d_functional
 make_subclass = torch.Tensor._make_subclass
 
 
@@ -45,6 +46,12 @@ def rank_of(group: str) -> int:
     return resolve_group(group).rank()
 
 
+@torch._dynamo.assume_constant_result
+def size_of(group: str) -> int:
+    """Ranks of a process group."""
+    return resolve_group(group).size()
+
+
 def captures_leaf(node) -> bool:
     """Whether the running backward is `autograd.grad` with this leaf's gradient among its results."""
     try:
@@ -61,6 +68,7 @@ __all__ = [
     "DisableTorchFunction",
     "captures_leaf",
     "default_store",
+    "functional",
     "in_backward",
     "let_dynamo_dispatch",
     "make_subclass",
@@ -68,4 +76,5 @@ __all__ = [
     "resolve_group",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",
+    "size_of",
 ]

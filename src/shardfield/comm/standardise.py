@@ -29,15 +29,12 @@ class Scope:
     Attributes:
         counts: elements that every rank contributes, in the order of `moments.counts_over`.
         groups: process groups of the ranks.
+        total: elements of all ranks.
     """
 
     counts: tuple[int, ...]
     groups: tuple[str, ...]
-
-    @property
-    def total(self) -> int:
-        """Elements of all ranks."""
-        return sum(self.counts)
+    total: int
 
 
 def standardise(

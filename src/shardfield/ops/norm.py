@@ -74,7 +74,7 @@ def _plan(
     if not groups and not whole:
         return NormPlan(dims, None, parameters)
     counts = tuple(count * max(unit, 1) for count in counts_over(layout, dims, axes))
-    return NormPlan(dims, Scope(counts, groups), parameters)
+    return NormPlan(dims, Scope(counts, groups, sum(counts)), parameters)
 
 
 def _operation() -> str | None:
@@ -133,7 +133,7 @@ def batch_norm(
     layout, local = input.layout, local_of(input)
     dims = tuple(d for d in range(len(layout.dims)) if d != 1)
     plan = _plan(op, layout, dims, (1,), 0)
-    count = prod(layout.shape[d] for d in dims)
+    count = prod([layout.shape[d] for d in dims])
     if training:
         _more_than_one(op, layout, count)
     if not training or plan.scope is None:
@@ -342,7 +342,7 @@ def layer_norm(
     if plan.scope is None:
         return wrap(torch.layer_norm(local, normalized_shape, weight, bias, eps), layout)
     dims = plan.dims
-    held = prod(local.shape[d] for d in dims)
+    held = prod([local.shape[d] for d in dims])
     rows = prod(local.shape[: dims[0]])
     weight, bias = _part(weight, plan), _part(bias, plan)
     y, _, _ = standardise(

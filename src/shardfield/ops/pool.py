@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -288,7 +288,7 @@ def adaptive_window(extents: tuple[int, ...], out: int) -> DimPlan:
     if out != size:
         points = centre_cuts(points, out, 2 * size, size, 2 * out)
     wanted = []
-    for a, b in zip(points, points[1:], strict=False):
+    for a, b in pairwise(points):
         first, last = adaptive_range(a, size, out)[0], adaptive_range(b - 1, size, out)[1]
         wanted.append((Segment(first, last - first),) if b > a else ())
     return DimPlan(out, extents_of(points), tuple(wanted))
@@ -435,8 +435,6 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
         rest = [None] * len(sizes)
         for dim in plan.single:
             rest[dim - lead] = 1
-        if best.numel():
-            best = _sized(op, best, rest)
-        else:
-            best = nothing(plan.layout.local_shape, (best,))
+        empty = (plan.layout.local_shape, (best,))
+        best = _sized(op, best, rest) if best.numel() else nothing(*empty)
     return result(best, plan.layout)

@@ -79,6 +79,11 @@ def _reduction(op, layout: Layout, dim, keepdim: bool) -> Reduction:
     )
 
 
+@constant
+def _name(op) -> str:
+    return op.__name__
+
+
 def _operation(op) -> str | None:
     return None if torch.compiler.is_compiling() else current_operation()
 
@@ -196,7 +201,7 @@ def spread(
         op(local)  # raises torch's own error, on every rank
     mean, variance = moments(local, plan.dims, plan.counts, plan.groups, _operation(op))
     variance = variance * plan.count / max(plan.count - correction, 0.0)
-    name = op.__name__
+    name = _name(op)
     found = variance.sqrt() if name.startswith("std") else variance
     parts = [found, mean] if name.endswith("mean") else [found]
     wrapped = tuple(
@@ -230,7 +235,7 @@ def extreme(
     plan = _reduction(op, input.layout, _dims(dim, axis), keepdim)
     if not plan.groups:
         return result(op(local_of(input), plan.dims, keepdim), plan.layout)
-    return _extreme(op, input, plan, op.__name__ == "amax", False)
+    return _extreme(op, input, plan, _name(op) == "amax", False)
 
 
 def _extreme(op, input: ShardTensor, plan: Reduction, largest: bool, nan_ties: bool) -> Tensor:
@@ -253,7 +258,7 @@ def extreme_or_pairs(
     Layout, Comm: as `amax`. With a dim it must be unsplit: then none.
     """
     _no_out(op, out, input)
-    largest = op.__name__ == "max"
+    largest = _name(op) == "max"
     other = dim if isinstance(dim, Tensor) else other
     if other is not None:
         return (torch.maximum if largest else torch.minimum)(input, other)
@@ -334,7 +339,7 @@ def truth(op, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, ou
     found = op(local_of(input), plan.dims, keepdim)
     sent = found.to(torch.uint8) if plan.groups else found
     for group in plan.groups:
-        sent = all_reduce(sent, group, _operation(op), "max" if op.__name__ == "any" else "min")
+        sent = all_reduce(sent, group, _operation(op), "max" if _name(op) == "any" else "min")
     return result(sent.to(found.dtype), plan.layout)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -187,7 +188,7 @@ def resize_dim(
     grid = exact and _on_grid(mode, size, out, align_corners, found)
     up, down = max(1, out // size), max(1, size // out)
     wanted, calls = [], []
-    for a, b in zip(points, points[1:], strict=False):
+    for a, b in pairwise(points):
         if b <= a:
             wanted.append(())
             calls.append(None)
