@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 
@@ -280,16 +281,17 @@ class Wire:
         self.ranks, self.rank, self.deliver = ranks, 0, False
         monkeypatch.setattr(fetching, "all_to_all", self._all_to_all)
 
-    def run(self, act) -> list[torch.Tensor]:
+    def run(self, act: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         self.sent, self.entered, self.deliver = {}, set(), False
         self._every(act)
         self.deliver = True
         return self._every(act)
 
-    def _every(self, act) -> list[torch.Tensor]:
+    def _every(self, act: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         found = []
-        for self.rank in range(self.ranks):
-            found.append(act(self.rank))
+        for rank in range(self.ranks):
+            self.rank = rank
+            found.append(act(rank))
         return found
 
     def _all_to_all(self, flat, receives, sends, group, operation):
