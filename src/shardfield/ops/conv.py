@@ -93,7 +93,7 @@ def conv(
             return op(F.pad(block, flat), weight, bias, stride, 0, dilation, groups)
         return op(block, weight, bias, stride, padding, dilation, groups)
 
-    return windowed(input, plan, act, 0.0, (weight, bias))
+    return windowed(input, plan, act, 0.0, weight, bias)
 
 
 def _uneven(pads: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
@@ -166,4 +166,4 @@ def conv_transpose(
     def act(block):
         return op(block, weight, bias, stride, pads, extras, groups, dilation)
 
-    return windowed(input, plan, act, 0.0, (weight, bias))
+    return windowed(input, plan, act, 0.0, weight, bias)
