@@ -6,8 +6,8 @@ keeps anyway, and the thin slabs around it, and put together again when backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -113,13 +113,14 @@ def windowed(
     if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
-        keep = rebuilt(local, block, plan.steps)
+        keep = rebuilt(local, block, plan.steps, fill)
     with keep:
         y = act(block)
     for step, crop in zip(plan.steps, plan.crops, strict=True):
         if crop is not None and (crop[0] or crop[1] != y.shape[step.dim]):
-            y = y.narrow(step.dim, *crop)
-    return wrap(y.contiguous() if any(plan.crops) else y, plan.layout)
+            # A copy: what is cropped off is not kept, and the result has no gaps.
+            y = y.narrow(step.dim, *crop).clone()
+    return wrap(y, plan.layout)
 
 
 def nothing(
@@ -152,7 +153,10 @@ def _zero_of(operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return operand.narrow(0, 0, 0).sum().to(dtype)
 
 
-def rebuilt(local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step]):
+@contextmanager
+def rebuilt(
+    local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step], fill: float
+) -> Iterator[None]:
     """Context in which `block`, if autograd saves it, is kept as `local` and its slabs.
 
     Composes with the saved-tensor hooks in force (checkpointing, offload): parts go through them.
@@ -160,32 +164,37 @@ def rebuilt(local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step]):
     outer = saved_tensor_hooks_in_force()
     outer_pack, outer_unpack = outer if outer is not None else (_same, _same)
     storage = block.untyped_storage()._cdata
-    shape = block.shape
-    base, version = local.detach(), local._version
-    slabs = slabs_of(block.detach(), [(step.dim, step.plan) for step in steps])
+    shape, version = block.shape, local._version
     plans = [(step.dim, step.plan) for step in steps]
+    # autograd holds the pack hook as long as the graph: the parts must not hang on it.
+    parts = [local.detach(), slabs_of(block.detach(), plans)]
 
     def pack(tensor: torch.Tensor):
-        if tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
+        if not parts or tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
             return None, outer_pack(tensor)
+        base, slabs = parts
         return (outer_pack(base), [[outer_pack(slab) for slab in row] for row in slabs]), None
 
     def unpack(packed):
-        parts, other = packed
-        if parts is None:
+        halves, other = packed
+        if halves is None:
             return outer_unpack(other)
-        inner = outer_unpack(parts[0])
+        inner = outer_unpack(halves[0])
         if outer is None and inner._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a shard of shape {tuple(inner.shape)} is at version "
                 f"{inner._version}; expected version {version} instead"
             )
-        for (dim, plan), row in zip(plans, parts[1], strict=True):
-            inner = reassemble(inner, dim, plan, [outer_unpack(slab) for slab in row])
+        for (dim, plan), row in zip(plans, halves[1], strict=True):
+            inner = reassemble(inner, dim, plan, [outer_unpack(slab) for slab in row], fill)
         return inner
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        parts.clear()
 
 
 def _same(value):

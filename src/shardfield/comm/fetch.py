@@ -165,7 +165,7 @@ def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tenso
 def slabs_of(
     block: torch.Tensor, steps: Sequence[tuple[int, Exchange]]
 ) -> list[list[torch.Tensor]]:
-    """Copies of the pieces of an assembled block that did not come from the local block.
+    """Copies of the pieces of an assembled block that came from other ranks.
 
     Args:
         block: what fetches along the dims of `steps`, one after the other, returned.
@@ -177,7 +177,7 @@ def slabs_of(
     for dim, plan in reversed(steps):
         at, row = 0, []
         for piece in plan.pieces:
-            if piece.source != "local":
+            if piece.source == "received":
                 row.append(block.narrow(dim, at, piece.length).clone())
             at += piece.length
         found.append(row)
@@ -205,14 +205,20 @@ def _inner(block: torch.Tensor, dim: int, plan: Exchange) -> torch.Tensor:
 
 
 def reassemble(
-    local: torch.Tensor, dim: int, plan: Exchange, slabs: Sequence[torch.Tensor]
+    local: torch.Tensor,
+    dim: int,
+    plan: Exchange,
+    slabs: Sequence[torch.Tensor],
+    fill: float = 0.0,
 ) -> torch.Tensor:
     """The assembled block from the local one and the slabs of one step."""
-    slabs = list(slabs)
-    parts = [
-        _take(local, dim, piece) if piece.source == "local" else slabs.pop(0)
-        for piece in plan.pieces
-    ]
+    left = list(slabs)
+    parts = []
+    for piece in plan.pieces:
+        if piece.source == "fill":
+            parts.append(local.new_full(_shaped(local, dim, piece.length), fill))
+        else:
+            parts.append(_take(local, dim, piece) if piece.source == "local" else left.pop(0))
     return torch.cat(parts, dim)
 
 
