@@ -103,8 +103,13 @@ def _refuse(op, *args, **kwargs):
 
 
 def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", args: Any = ()):
-    """The error of an operation that has no exact sharded form here."""
-    layouts = "; ".join(f"ShardTensor {x.layout}" for x in _shard_tensors(args))
+    """The error of an operation that has no exact sharded form here.
+
+    Args:
+        args: what was asked for: arguments of any nesting, or the layouts of its operands.
+    """
+    asked = [x.layout for x in _shard_tensors(args)] or [x for x in args if isinstance(x, Layout)]
+    layouts = "; ".join(f"ShardTensor {layout}" for layout in asked)
     fix = fix or "x.redistribute(...) or x.full_tensor() first, or `with allow_gather():`"
     return UnsupportedOperation(f"{name_of(op)} on {layouts or 'a ShardTensor'}", rule, fix, docs)
 

@@ -87,7 +87,8 @@ def windowed(
     plan: WindowPlan,
     act: Callable[[torch.Tensor], torch.Tensor],
     fill: float = 0.0,
-    ties: Sequence[torch.Tensor | None] = (),
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     curved: bool = False,
 ) -> ShardTensor:
     """Runs `act` on this rank's block, extended by what its window reaches.
@@ -95,7 +96,9 @@ def windowed(
     Args:
         act: the torch operation, unpadded along `plan.moved`.
         fill: value outside the global tensor.
-        ties: other operands that take part, so that a rank without output joins their backward.
+        weight: what `act` multiplies the block by, if anything; with `bias`, so that a rank
+            without output joins their backward.
+        bias: what `act` adds to that.
         curved: autograd's formula makes the gradient depend on the input, as those of pooling do;
             a rank without output then does so too, or second derivatives part ways.
 
@@ -109,7 +112,8 @@ def windowed(
     for step in plan.steps:
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
-        return wrap(nothing(plan.layout.local_shape, (block, *ties), curved), plan.layout)
+        empty = nothing(plan.layout.local_shape, (block, bias), weight, curved)
+        return wrap(empty, plan.layout)
     if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
@@ -124,21 +128,37 @@ def windowed(
 
 
 def nothing(
-    shape: Sequence[int], operands: Sequence[torch.Tensor | None], curved: bool = False
+    shape: Sequence[int],
+    operands: Sequence[torch.Tensor | None],
+    weight: torch.Tensor | None = None,
+    curved: bool = False,
 ) -> torch.Tensor:
-    """An empty result that still hangs on its operands, so that their backward runs here too."""
+    """An empty result that still hangs on its operands, so that their backward runs here too.
+
+    Args:
+        operands: of a result that is linear in each; the first is not None.
+        weight: a factor of the first. Multiplied here too: the gradient of the one then hangs on
+            the other, and gradients of gradients reach the same collectives as elsewhere.
+        curved: the gradient depends on the operands.
+    """
     first = operands[0]
     assert first is not None
     dtype = first.dtype
     if torch.is_autocast_enabled(first.device.type) and first.is_floating_point():
         dtype = torch.get_autocast_dtype(first.device.type)
-    zero = torch.zeros((), dtype=dtype, device=first.device)
-    for operand in operands:
-        if operand is not None and operand.requires_grad:
-            zero = zero + operand.reshape(-1)[:0].sum().to(dtype)
+    zero = _zero_of(first, dtype)
+    if weight is not None:
+        zero = zero * _zero_of(weight, dtype)
+    for operand in operands[1:]:
+        if operand is not None:
+            zero = zero + _zero_of(operand, dtype)
     if curved:
         zero = zero * zero
     return zero.expand(tuple(shape)).clone()
+
+
+def _zero_of(operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return operand.narrow(0, 0, 0).sum().to(dtype)
 
 
 @contextmanager

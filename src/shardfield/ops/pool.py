@@ -87,10 +87,10 @@ def _spatial(op, layout: Layout, dims: int) -> int:
     """Number of dims before the spatial ones, which may be split anyhow."""
     lead = len(layout.dims) - dims
     if lead not in (1, 2):
-        raise unsupported(op, f"its input has {len(layout.dims)} dims")
+        raise unsupported(op, f"its input has {len(layout.dims)} dims", args=(layout,))
     for dim in range(lead, len(layout.dims)):
         if layout.contiguous(dim) is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges")
+            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
     return lead
 
 
@@ -407,7 +407,9 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
     plan = _adaptive_plan(layout, lead, asked, True)
     if return_indices or _dims_of(op)[1]:
         if any(layout.is_split(dim) for dim in range(lead, len(layout.dims))):
-            raise unsupported(op, "the positions of maxima of a split dim are not computed")
+            raise unsupported(
+                op, "the positions of maxima of a split dim are not computed", args=(layout,)
+            )
         values, indices = op(local_of(input), output_size, return_indices=True)
         return wrap(values, plan.layout), wrap(indices, plan.layout)
     dims = tuple(step.dim for step in plan.window.steps)

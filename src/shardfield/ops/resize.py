@@ -222,7 +222,7 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
         size = layout.shape[dim]
         axes, extents = layout.axes(dim), layout.extents(dim)
         if axes and extents is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges")
+            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
         if size < 1 or out < 1:
             raise RuntimeError(
                 f"interpolate of {layout.shape} to {tuple(sizes)}: sizes must be > 0"
@@ -234,7 +234,8 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
             plans[dim] = DimPlan(out, (), ())
             continue
         if antialias and mesh.size(axes) > 1:
-            raise unsupported(op, f"antialias=True filters across the ranks that share dim {dim}")
+            rule = f"antialias=True filters across the ranks that share dim {dim}"
+            raise unsupported(op, rule, args=(layout,))
         plans[dim], calls = resize_dim(extents, out, mode, align_corners, scale, double)
         if mesh.size(axes) == 1:
             call.append(out)
