@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from shardfield.comm._torch import rank_of, size_of
 from shardfield.comm.collectives import all_reduce
 from shardfield.comm.moments import accumulation_dtype, counts_over, moments
 from shardfield.comm.reduce import reduce_sum, use
@@ -203,6 +204,63 @@ def spread(
         result(part.to(local.dtype).reshape(plan.local_shape), plan.layout) for part in parts
     )
     return wrapped if len(wrapped) > 1 else wrapped[0]
+
+
+# --- Norms ------------------------------------------------------------------------------------------
+
+
+@register(torch.linalg.vector_norm, uses=False)
+def vector_norm(
+    op,
+    x: ShardTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out=None,
+) -> Tensor:
+    """The p-norm over dims: the norm of the ranks' norms, so that no power overflows.
+
+    Layout: the other dims keep their splits; plain once none is split.
+    Comm: one all-reduce of the result times the number of ranks per mesh axis that splits a reduced
+        dim, for infinite orders that of `amax`; none backward.
+    """
+    _no_out(op, out, x)
+    local = local_of(x)
+    plan = _reduction(op, x.layout, _dims(dim, None), keepdim)
+    if not plan.groups:
+        return result(op(local, ord, plan.dims, keepdim, dtype=dtype), plan.layout)
+    if abs(ord) == float("inf"):
+        x = x if dtype is None else x.to(dtype)
+        return (torch.amax if ord > 0 else torch.amin)(x.abs(), plan.dims, keepdim)
+    if ord == 0:
+        count = (x != 0).sum(plan.dims, keepdim)
+        return count.to(dtype or local.abs().dtype)
+    if ord < 0:
+        raise unsupported(op, "a negative order has no value on a rank without rows", args=(x,))
+    wanted = dtype or local.dtype
+    found = op(local, ord, plan.dims, keepdim, dtype=accumulation_dtype(wanted))
+    for group in plan.groups:
+        found = op(_of_all_ranks(found, group, _operation(op)), ord, 0)
+    return result(found.to(dtype or local.real.dtype), plan.layout)
+
+
+def _of_all_ranks(value: Tensor, group: str, operation: str | None) -> Tensor:
+    """The ranks' values along a new leading dim, replicated. A gather whose adjoint is a select."""
+    from_rank = torch.arange(size_of(group), device=value.device) == rank_of(group)
+    slots = torch.where(from_rank.view(-1, *[1] * value.ndim), value, 0)
+    return reduce_sum(slots, (group,), operation)
+
+
+@register(torch.norm, Tensor.norm, uses=False)
+def norm(op, input: ShardTensor, p="fro", dim=None, keepdim=False, out=None, dtype=None):
+    """As `torch.linalg.vector_norm`; matrix norms other than Frobenius's are refused."""
+    _no_out(op, out, input)
+    if p is not None and p != "fro" and not isinstance(p, (int, float)):
+        raise unsupported(op, f"the matrix norm {p!r} needs whole matrices", args=(input,))
+    order = 2 if p is None or p == "fro" else p
+    return torch.linalg.vector_norm(input, order, _dims(dim, None), keepdim, dtype=dtype)
 
 
 # --- Extrema ----------------------------------------------------------------------------------------
