@@ -45,12 +45,6 @@ def rank_of(group: str) -> int:
     return resolve_group(group).rank()
 
 
-@torch._dynamo.assume_constant_result
-def size_of(group: str) -> int:
-    """Number of ranks of a process group."""
-    return resolve_group(group).size()
-
-
 def captures_leaf(node) -> bool:
     """Whether the running backward is `autograd.grad` with this leaf's gradient among its results."""
     try:
@@ -74,5 +68,4 @@ __all__ = [
     "resolve_group",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",
-    "size_of",
 ]

@@ -8,8 +8,7 @@ from math import prod
 
 import torch
 
-from shardfield.comm._torch import rank_of, size_of
-from shardfield.comm.collectives import all_reduce
+from shardfield.comm.collectives import all_gather, all_reduce
 from shardfield.comm.moments import accumulation_dtype, counts_over, moments
 from shardfield.comm.reduce import reduce_sum, use
 from shardfield.constant import constant
@@ -223,8 +222,8 @@ def vector_norm(
     """The p-norm over dims: the norm of the ranks' norms, so that no power overflows.
 
     Layout: the other dims keep their splits; plain once none is split.
-    Comm: one all-reduce of the result times the number of ranks per mesh axis that splits a reduced
-        dim, for infinite orders that of `amax`; none backward.
+    Comm: one all-gather of the result per mesh axis that splits a reduced dim (for infinite orders
+        that of `amax`, for order 0 that of `sum`); none backward.
     """
     _no_out(op, out, x)
     local = local_of(x)
@@ -240,17 +239,33 @@ def vector_norm(
     if ord < 0:
         raise unsupported(op, "a negative order has no value on a rank without rows", args=(x,))
     wanted = dtype or local.dtype
-    found = op(local, ord, plan.dims, keepdim, dtype=accumulation_dtype(wanted))
-    for group in plan.groups:
-        found = op(_of_all_ranks(found, group, _operation(op)), ord, 0)
-    return result(found.to(dtype or local.real.dtype), plan.layout)
+    wide = local.to(accumulation_dtype(wanted))
+    found = _Norm.apply(wide, float(ord), plan.dims, plan.groups, _operation(op))
+    return result(found.reshape(plan.local_shape).to(dtype or local.real.dtype), plan.layout)
 
 
-def _of_all_ranks(value: Tensor, group: str, operation: str | None) -> Tensor:
-    """The ranks' values along a new leading dim, replicated. A gather whose adjoint is a select."""
-    from_rank = torch.arange(size_of(group), device=value.device) == rank_of(group)
-    slots = torch.where(from_rank.view(-1, *[1] * value.ndim), value, 0)
-    return reduce_sum(slots, (group,), operation)
+class _Norm(torch.autograd.Function):
+    """Norm of the ranks' norms. At zero its gradient is zero, as torch's is."""
+
+    @staticmethod
+    def forward(ctx, x, order, dims, groups, operation):
+        found = torch.linalg.vector_norm(x, order, dims, keepdim=True)
+        for group in groups:
+            found = torch.linalg.vector_norm(all_gather(found, group, operation), order, 0)
+        ctx.order, ctx.groups, ctx.operation = order, groups, operation
+        ctx.save_for_backward(x, found)
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, found = ctx.saved_tensors
+        grad = use(grad, ctx.groups, ctx.operation)
+        found = use(found, ctx.groups, ctx.operation)
+        if ctx.order == 2:
+            unit = x / found
+        else:
+            unit = x.sgn() * (x.abs() / found).pow(ctx.order - 1)
+        return (unit * grad).masked_fill(found == 0, 0), None, None, None, None
 
 
 @register(torch.norm, Tensor.norm, uses=False)
