@@ -365,7 +365,7 @@ def redistribute(
     return result(move(local_of(x), layout, target, "redistribute"), target)
 
 
-# --- Factories -------------------------------------------------------------------------------------
+# --- Factories ------------------------------------------------------------------------------------
 
 
 def zeros(*shape, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:

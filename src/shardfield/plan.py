@@ -202,7 +202,7 @@ def transposed_window(
     return DimPlan(size, extents_of(out), tuple(wanted), tuple(crop))
 
 
-# --- Exchange: from owned and wanted to messages ------------------------------------------------
+# --- Exchange: from owned and wanted to messages --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
     local blocks with `op` on plain tensors (`x.to_local()`) and wraps what comes out.
 
     Args:
-        functions: what the user calls: `F.conv2d`, `torch.Tensor.sum`, `torch.ops.my.op`.
+        functions: what the user calls: `F.conv2d`, `torch.Tensor.sum`, `torch.ops.my.op`, or an
+            `autograd.Function` class; `op` is then its `apply`.
         uses: pass operands that are replicated where others are split through `Use`, so that
             their gradients are summed over those mesh axes. False for handlers of one tensor.
 
@@ -61,10 +62,28 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
             _handlers[function] = entry
+            if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+                _dispatch_apply(function)
         let_dynamo_dispatch(functions)
         return handler
 
     return decorate
+
+
+def _dispatch_apply(function: type[torch.autograd.Function]) -> None:
+    """Sends `apply` through the registry, as torch does its functions but not this one."""
+    original = function.apply
+
+    def apply(*args, **kwargs):
+        if not _shard_tensors(args) and not _shard_tensors(kwargs):
+            return original(*args, **kwargs)
+        outer, _state.function = _state.function, function
+        try:
+            return _handlers[function](original, *args, **kwargs)
+        finally:
+            _state.function = outer
+
+    function.apply = staticmethod(apply)  # type: ignore[method-assign]
 
 
 def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler | None]:
@@ -145,7 +164,7 @@ for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
 
 
-# --- Gradients of replicated operands ---------------------------------------------------------------
+# --- Gradients of replicated operands -------------------------------------------------------------
 
 
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:
@@ -261,7 +280,7 @@ def _used_in(value: Any, axes: tuple[str, ...], layout: Layout) -> Any:
     return value
 
 
-# --- Opting in to gather ------------------------------------------------------------------------------
+# --- Opting in to gather --------------------------------------------------------------------------
 
 
 @contextmanager

@@ -307,6 +307,8 @@ def copy_(op, input, source, non_blocking=False):
     torch.is_tensor,
     _T.is_contiguous,
     _T.is_pinned,
+    torch.is_inference,
+    _T.is_inference,
     uses=False,
 )
 def ask_local(op, input, *args, **kwargs):

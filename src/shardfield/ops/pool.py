@@ -249,7 +249,7 @@ def avg_pool(
     return windowed(input, plan.window, act, curved=True)
 
 
-# --- Adaptive pooling ----------------------------------------------------------------------------
+# --- Adaptive pooling -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)

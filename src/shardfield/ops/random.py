@@ -50,7 +50,7 @@ Ranges = tuple[tuple[int, int, int], ...]
 """(first, count, stride) of every factor of some dims: where this rank's elements lie."""
 
 
-# --- Keys and hashes -----------------------------------------------------------------------------
+# --- Keys and hashes ------------------------------------------------------------------------------
 
 
 @constant
@@ -216,7 +216,7 @@ def _integers(layout: Layout, key: Tensor, low: int, high: int, dtype: torch.dty
     return bits.fill(dtype, values)
 
 
-# --- Dropout -------------------------------------------------------------------------------------
+# --- Dropout --------------------------------------------------------------------------------------
 
 
 def _check_p(p: float) -> None:
@@ -303,7 +303,7 @@ def alpha_dropout(op, input: ShardTensor, p=0.5, training=False, inplace=False) 
     return wrap(out, input.layout)
 
 
-# --- Like another tensor, and in place -----------------------------------------------------------
+# --- Like another tensor, and in place ------------------------------------------------------------
 
 
 def _cast(op, input: ShardTensor, dtype, device, generator=None, memory_format=None):
@@ -440,7 +440,7 @@ def uniform_(op, input: ShardTensor, *bounds, generator=None, **named) -> ShardT
     return _written(op, input, values.mul_(high - low).add_(low))
 
 
-# --- Factories -----------------------------------------------------------------------------------
+# --- Factories ------------------------------------------------------------------------------------
 
 
 def _made(make, shape, mesh, placements, sizes, dtype, requires_grad) -> Tensor:
