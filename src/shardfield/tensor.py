@@ -260,7 +260,7 @@ class ShardTensor(torch.Tensor):
 
         return redistribute(self, placements, sizes)
 
-    # --- Python protocol ----------------------------------------------------------------------------
+    # --- Python protocol --------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         with torch.no_grad():
@@ -404,7 +404,7 @@ def _refuse_foreign(x: Tensor) -> None:
         return
     raise UnsupportedOperation(
         f"{function.__module__}.{function.__qualname__}.apply on {describe(x)}",
-        "an autograd.Function bypasses shardfield: its backward would mix local and global gradients",
+        "an autograd.Function bypasses shardfield: its backward would mix local and global",
         f"shardfield.register({function.__name__}) a handler that calls it on local blocks",
         "tripwire",
     )

@@ -57,7 +57,7 @@ def window_plan(
         plans: for each windowed dim; a dim that is whole has a plan of one rank.
         channels: (dim, size) of an output dim that replaces an input dim and is whole.
     """
-    changes: dict[int, tuple[Factor, ...]] = {}
+    changes: dict[int, Sequence[Factor]] = {}
     steps, crops = [], []
     mesh = layout.mesh
     for dim, plan in plans.items():

@@ -208,7 +208,7 @@ def split(op, tensor, split_size_or_sections=None, dim=0, *, split_size=None):
                 f"split_sizes={list(given)}"
             )
         return _pieces(op, tensor, dim, given)
-    if given < 0 or (given == 0 and size):
+    if given is None or given < 0 or (given == 0 and size):
         raise RuntimeError(f"split expects split_size be non-negative, but got split_size={given}")
     return _pieces(op, tensor, dim, _equal(size, given))
 
@@ -241,6 +241,8 @@ def tensor_split(op, input, indices_or_sections=None, dim=0, *, indices=None, se
         return _pieces(op, input, dim, [full + (part < more) for part in range(given)])
     if isinstance(given, torch.Tensor):
         raise unsupported(op, "it is cut at rows given by a tensor", args=(input,))
+    if given is None:
+        raise unsupported(op, "neither rows nor a number of parts is given", args=(input,))
     points = [slice(0, at).indices(size)[1] for at in given]
     return tuple(
         _slice(op, input, dim, (a, max(a, b), 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,15 +122,16 @@ def pad(op, input: ShardTensor, pad, mode="constant", value=None) -> torch.Tenso
         pad repeats.
     """
     if op is torch.constant_pad_nd:
-        mode, value = "constant", 0 if mode == "constant" else mode
+        mode, value = "constant", 0.0 if isinstance(mode, str) else mode
     plan = pad_plan(input._layout, tuple(pad), mode)
+    fill: Any = value or 0.0
     local = local_of(input)
     for dim, step, group in plan.steps:
-        local = fetch(local, dim, step, group, value or 0.0, op.__name__)
+        local = fetch(local, dim, step, group, fill, op.__name__)
     for dim, segments in plan.pieces:
         local = torch.cat([_rows(local, dim, segment) for segment in segments], dim)
     if any(plan.rest) or not (plan.steps or plan.pieces):
-        local = F.pad(local, list(plan.rest), mode, value)
+        local = F.pad(local, list(plan.rest), mode, fill if mode == "constant" else None)
     return result(local, plan.layout)
 
 

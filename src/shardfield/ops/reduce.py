@@ -230,8 +230,8 @@ def vector_norm(
     if not plan.groups:
         return result(op(local, ord, plan.dims, keepdim, dtype=dtype), plan.layout)
     if abs(ord) == float("inf"):
-        x = x if dtype is None else x.to(dtype)
-        return (torch.amax if ord > 0 else torch.amin)(x.abs(), plan.dims, keepdim)
+        sizes = (x if dtype is None else x.to(dtype)).abs()
+        return (torch.amax if ord > 0 else torch.amin)(sizes, plan.dims, keepdim)
     if ord == 0:
         count = (x != 0).sum(plan.dims, keepdim)
         return count.to(dtype or local.abs().dtype)
@@ -260,10 +260,9 @@ class _Norm(torch.autograd.Function):
         x, found = ctx.saved_tensors
         grad = use(grad, ctx.groups, ctx.operation)
         found = use(found, ctx.groups, ctx.operation)
-        if ctx.order == 2:
-            unit = x / found
-        else:
-            unit = x.sgn() * (x.abs() / found).pow(ctx.order - 1)
+        unit = x / found
+        if ctx.order != 2:
+            unit = x.sgn() * unit.abs().pow(ctx.order - 1)
         return (unit * grad).masked_fill(found == 0, 0), None, None, None, None
 
 
