@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardfield.comm import agreement
-from shardfield.comm._torch import functional, size_of
+from shardfield.comm._torch import functional, rank_of, size_of
 
 
 @dataclass
@@ -95,9 +95,12 @@ def all_to_all(
     operation: str | None,
 ) -> torch.Tensor:
     """Sends consecutive parts of a 1-D tensor to the ranks of `group`, returns what arrives."""
+    sent = sum(sends)
+    if not torch.compiler.is_compiling() and _recording:
+        sent -= sends[rank_of(group)]  # a transposition's own part stays here
     return _enter(
         "all_to_all",
-        sum(sends) * tensor.element_size(),
+        sent * tensor.element_size(),
         group,
         operation,
         tensor.dtype,
