@@ -49,7 +49,7 @@ def raises(error, text):
     return pytest.raises(error, match=text)
 
 
-# --- What it is ------------------------------------------------------------------------------------
+# --- What it is ----------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -106,7 +106,7 @@ def test_python_scalars_are_refused_until_reduced(rank):
     assert float(x.sum()) == pytest.approx(float(whole(5, 3).sum()))
 
 
-# --- Copies and files ------------------------------------------------------------------------------
+# --- Copies and files ----------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -190,7 +190,7 @@ def test_new_tensors_are_split_where_the_shape_is_the_same(rank):
         x + x.new_ones(4, 3)
 
 
-# --- Autograd --------------------------------------------------------------------------------------
+# --- Autograd ------------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -396,7 +396,7 @@ def test_norm_of_a_large_or_zero_tensor_and_on_two_axes():
     refused(lambda x: torch.linalg.vector_norm(x, -1), [x], [0], match="negative order")
 
 
-# --- Writing in place ------------------------------------------------------------------------------
+# --- Writing in place ----------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -466,7 +466,7 @@ def test_writes_that_cannot_hold_are_refused(rank):
     assert torch.equal(x.full_tensor(), whole(5, 3))
 
 
-# --- Lifetimes -------------------------------------------------------------------------------------
+# --- Lifetimes -----------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -514,7 +514,7 @@ def test_a_training_loop_holds_constant_memory(rank):
     assert counts[1] == counts[2] == counts[3]
 
 
-# --- Modules and hooks -----------------------------------------------------------------------------
+# --- Modules and hooks ---------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -577,7 +577,7 @@ def test_a_parameter_may_be_a_shard_of_a_module(rank):
     assert torch.equal(module.field.detach().full_tensor(), whole(5, 3))
 
 
-# --- What bypasses torch's functions ----------------------------------------------------------------
+# --- What bypasses torch's functions -------------------------------------------------------------
 
 
 class Doubled(torch.autograd.Function):
@@ -700,7 +700,7 @@ def test_allow_gather_is_exact_and_says_what_it_costs():
     assert rank_pool(2).run(body) == [expected] * 2
 
 
-# --- Errors ----------------------------------------------------------------------------------------
+# --- Errors --------------------------------------------------------------------------------------
 
 
 def assert_four_lines(text):

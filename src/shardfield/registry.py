@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
@@ -168,6 +169,13 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     Its gradient is summed over those axes; that of a parameter which `parallelize` manages is
     multiplied, so that the wrapper's average over data and domain is exact.
     """
+    if isinstance(value, DTensor):
+        raise unsupported(
+            current_operation() or "an operation",
+            "a DTensor beside a ShardTensor: its shards and these say nothing of each other",
+            "pass value.full_tensor(), or a ShardTensor",
+            "mixing",
+        )
     if not axes or not value.requires_grad:
         return value
     operation = current_operation() if not _compiling() else None

@@ -68,6 +68,20 @@ def all_reduce(
         return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), reduction, group))
 
 
+# Others travel as bytes: gloo has no all-to-all of complex numbers or of short integers.
+_SENT_AS_THEY_ARE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+
+
 def all_to_all(
     tensor: torch.Tensor,
     receives: Sequence[int],
@@ -76,6 +90,10 @@ def all_to_all(
     operation: str | None,
 ) -> torch.Tensor:
     """Sends consecutive parts of a 1-D tensor to the ranks of `group`, returns what arrives."""
+    if tensor.dtype not in _SENT_AS_THEY_ARE:
+        size = tensor.element_size()
+        counts = [size * count for count in receives], [size * count for count in sends]
+        return all_to_all(tensor.view(torch.uint8), *counts, group, operation).view(tensor.dtype)
     if torch.compiler.is_compiling():
         return funcol.wait_tensor(
             funcol.all_to_all_single(tensor, list(receives), list(sends), group)
