@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
@@ -164,15 +165,19 @@ for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
 
 
-# --- Gradients of replicated operands -------------------------------------------------------------
-
-
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:
     """A plain operand, replicated over `axes`, on its way into a computation split over them.
 
     Its gradient is summed over those axes; that of a parameter which `parallelize` manages is
     multiplied, so that the wrapper's average over data and domain is exact.
     """
+    if isinstance(value, DTensor):
+        raise unsupported(
+            current_operation() or "an operation",
+            "a DTensor beside a ShardTensor: its shards and these say nothing of each other",
+            "pass value.full_tensor(), or a ShardTensor",
+            "mixing",
+        )
     if not axes or not value.requires_grad:
         return value
     operation = current_operation() if not _compiling() else None
@@ -278,9 +283,6 @@ def _used_in(value: Any, axes: tuple[str, ...], layout: Layout) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return type(value)([_used_in(v, axes, layout) for v in value])
     return value
-
-
-# --- Opting in to gather --------------------------------------------------------------------------
 
 
 @contextmanager

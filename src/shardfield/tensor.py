@@ -50,8 +50,6 @@ class ShardTensor(torch.Tensor):
 
     # __torch_function__ is set by the registry, which knows the handlers.
 
-    # --- What a tensor says of itself: global, from the layout --------------------------------
-
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """Which rank holds what."""
@@ -112,8 +110,6 @@ class ShardTensor(torch.Tensor):
     def device_mesh(self):
         """The root DeviceMesh whose axes the layout names."""
         return self._layout.mesh.device_mesh
-
-    # --- Autograd's attributes live on the plain tensor ----------------------------------------
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -226,8 +222,6 @@ class ShardTensor(torch.Tensor):
             inputs = [local_of(i) if isinstance(i, ShardTensor) else i for i in inputs]
         local_of(self).backward(local_of(gradient), retain_graph, create_graph, inputs)
 
-    # --- To and from the local part --------------------------------------------------------------
-
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor connected to this one in autograd."""
         return local_of(self)
@@ -259,8 +253,6 @@ class ShardTensor(torch.Tensor):
         from shardfield.distribute import redistribute
 
         return redistribute(self, placements, sizes)
-
-    # --- Python protocol --------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         with torch.no_grad():

@@ -21,9 +21,6 @@ Cut = tuple[int, int, int]
 """Rows `start, start+step, ...` before `stop` of one dim; as `slice.indices` gives them."""
 
 
-# --- Slices: pure ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class SlicePlan:
     """Slices along the dims of a layout, seen from this rank.
@@ -105,9 +102,6 @@ def cut_of(index: slice, size: int) -> Cut:
         raise ValueError("step must be greater than zero")
     start, stop, step = index.indices(size)
     return start, max(start, stop), step
-
-
-# --- Slices: act ----------------------------------------------------------------------------------
 
 
 def sliced(op, local: torch.Tensor, layout: Layout, wanted: tuple[Cut | None, ...]):
@@ -292,9 +286,6 @@ def _refuse_split(op, input: ShardTensor, dim: int) -> None:
             "indexing",
             (input,),
         )
-
-
-# --- x[...] ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -249,9 +249,6 @@ def avg_pool(
     return windowed(input, plan.window, act, curved=True)
 
 
-# --- Adaptive pooling -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class AdaptivePlan:
     """An adaptive pooling on one layout: some split dims shrink to one row, others stay split.

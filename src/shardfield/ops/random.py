@@ -50,9 +50,6 @@ Ranges = tuple[tuple[int, int, int], ...]
 """(first, count, stride) of every factor of some dims: where this rank's elements lie."""
 
 
-# --- Keys and hashes ------------------------------------------------------------------------------
-
-
 @constant
 def _ranges(layout: Layout) -> tuple[Ranges, Ranges]:
     """This rank's ranges of the leading and of the trailing dims, cut by the global shape alone."""
@@ -216,9 +213,6 @@ def _integers(layout: Layout, key: Tensor, low: int, high: int, dtype: torch.dty
     return bits.fill(dtype, values)
 
 
-# --- Dropout --------------------------------------------------------------------------------------
-
-
 def _check_p(p: float) -> None:
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -301,9 +295,6 @@ def alpha_dropout(op, input: ShardTensor, p=0.5, training=False, inplace=False) 
     a = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
     out = torch.where(mask, local * a, -_ALPHA * a) + _ALPHA * a * p
     return wrap(out, input.layout)
-
-
-# --- Like another tensor, and in place ------------------------------------------------------------
 
 
 def _cast(op, input: ShardTensor, dtype, device, generator=None, memory_format=None):
@@ -438,9 +429,6 @@ def uniform_(op, input: ShardTensor, *bounds, generator=None, **named) -> ShardT
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but got {low} > {high}")
     values = _uniform(input.layout, draw_key(input.device), input.dtype)
     return _written(op, input, values.mul_(high - low).add_(low))
-
-
-# --- Factories ------------------------------------------------------------------------------------
 
 
 def _made(make, shape, mesh, placements, sizes, dtype, requires_grad) -> Tensor:

@@ -204,9 +204,6 @@ def spread(
     return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 
-# --- Norms ----------------------------------------------------------------------------------------
-
-
 @register(torch.linalg.vector_norm, uses=False)
 def vector_norm(
     op,
@@ -274,9 +271,6 @@ def norm(op, input: ShardTensor, p="fro", dim=None, keepdim=False, out=None, dty
         raise unsupported(op, f"the matrix norm {p!r} needs whole matrices", args=(input,))
     order = 2 if p is None or p == "fro" else p
     return torch.linalg.vector_norm(input, order, _dims(dim, None), keepdim, dtype=dtype)
-
-
-# --- Extrema --------------------------------------------------------------------------------------
 
 
 @register(torch.amax, Tensor.amax, torch.amin, Tensor.amin, uses=False)

@@ -39,9 +39,6 @@ class ViewPlan:
     target: Layout | None = None
 
 
-# --- Reshaping: pure ------------------------------------------------------------------------------
-
-
 def view_dims(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     """Spreads the factors of a layout over the dims of a new shape of as many elements.
 
@@ -174,9 +171,6 @@ def view_plan(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     return view_dims(layout, full_shape(prod(layout.shape), shape))
 
 
-# --- Reshaping: act -------------------------------------------------------------------------------
-
-
 def _sizes(args: tuple, named: dict) -> tuple[int, ...]:
     """Sizes passed one by one, as a sequence, or by keyword."""
     args = args or tuple(named.values())
@@ -304,9 +298,6 @@ def wrapped(dim: int, ndim: int) -> int:
     return dim % count
 
 
-# --- Dims of size 1 -------------------------------------------------------------------------------
-
-
 @constant
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
     at = wrapped(dim, len(layout.dims) + 1)
@@ -337,9 +328,6 @@ def squeeze(op, input, *dim, **named):
     """A local view. Comm: none, but for a split dim of one row, which every rank then gets."""
     dims = _sizes(dim, named) if dim or named else None
     return _act(op, input, _squeeze_plan(input._layout, dims), strict=True)
-
-
-# --- Other orders of the dims ---------------------------------------------------------------------
 
 
 @constant
@@ -406,9 +394,6 @@ _register_property("H", _T.adjoint)
 _register_property("mH", _T.adjoint)
 
 
-# --- Expanding ------------------------------------------------------------------------------------
-
-
 @constant
 def _expand_plan(layout: Layout, sizes: tuple[int, ...]) -> ViewPlan:
     torch.empty(layout.shape, device="meta").expand(sizes)  # raises where torch raises
@@ -446,9 +431,6 @@ def expand_as(op, input, other):
     if not isinstance(input, ShardTensor):
         return input.expand(tuple(other.shape))
     return _expanded(op, input, tuple(other.shape))
-
-
-# --- Complex numbers and copies of rows -----------------------------------------------------------
 
 
 @constant
