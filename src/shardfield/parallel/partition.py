@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.fx import GraphModule, Node
@@ -37,7 +38,10 @@ class RebuildHalos(CustomPartitionerFn):
     ) -> tuple[GraphModule, GraphModule]:
         """The forward and the backward graph of a joint graph."""
         mark_halos(gm)
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        # Between the statistics of a norm and their use stands a collective, so that the heuristic
+        # would keep what a fused norm recomputes from its input.
+        with functorch_config.patch(ban_recompute_used_far_apart=False):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         """Changes with this file, so that cached code does too."""
@@ -45,7 +49,10 @@ class RebuildHalos(CustomPartitionerFn):
 
 
 def mark_halos(joint: GraphModule) -> list[Node]:
-    """Marks concatenations of received rows that the backward reads; returns them."""
+    """Marks assembled blocks that the backward reads; returns them.
+
+    Any concatenation will do: its parts are kept instead, which costs no more than the whole.
+    """
     backward: set[Node] = set()
     marked = []
     for node in joint.graph.nodes:
@@ -54,14 +61,21 @@ def mark_halos(joint: GraphModule) -> list[Node]:
                 backward.add(node)
         elif any(source in backward for source in node.all_input_nodes):
             backward.add(node)
-    for node in joint.graph.nodes:
-        if node.target is not _ATEN.cat.default or node in backward:
+    for node in reversed(joint.graph.nodes):
+        if node in backward or not _holds_halos(node):
             continue
-        if any(user in backward for user in node.users) and any(map(_received, node.args[0])):
+        if any(user in backward or user in marked for user in node.users):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
             marked.append(node)
     return marked
+
+
+def _holds_halos(node: Node) -> bool:
+    """Whether a node assembles a block: joins its pieces, or ties the result to an exchange."""
+    if node.target is _ATEN.cat.default:
+        return True
+    return node.target is _ATEN.add.Tensor and any(map(_received, node.all_input_nodes))
 
 
 def _received(node: Node) -> bool:
