@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardfield.axes import DATA, MeshAxes, mesh_axes
 from shardfield.comm._torch import resolve_group
@@ -158,6 +158,7 @@ def distribute_tensor(
     Raises:
         LayoutError: on every rank, if placements or sizes do not fit.
     """
+    _refuse_distributed(tensor, "distribute_tensor")
     axes = mesh_axes(mesh)
     names = tuple(mesh.mesh_dim_names or ())
     group = axes.group(names)
@@ -204,6 +205,16 @@ def distribute_tensor(
     arrived = all_to_all(flat, receives, sends, group, "distribute_tensor")
     local = mine if rank == src_data_rank else arrived.view(layout.local_shape)
     return _finished(local, layout, requires_grad)
+
+
+def _refuse_distributed(tensor: torch.Tensor | None, asked: str) -> None:
+    if isinstance(tensor, (ShardTensor, DTensor)):
+        raise LayoutError(
+            f"{asked} of {type(tensor).__name__} {tuple(tensor.shape)}",
+            "it is spread over ranks already",
+            "x.redistribute(...), or x.full_tensor() first",
+            "layout",
+        )
 
 
 def _finished(local: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.Tensor:
@@ -261,6 +272,7 @@ def from_local(
     Raises:
         LayoutError: on every rank, if dims that are not split differ between ranks.
     """
+    _refuse_distributed(local, "from_local")
     axes = mesh_axes(mesh)
     names = tuple(mesh.mesh_dim_names or ())
     ranks = axes.size(names)
@@ -275,10 +287,11 @@ def from_local(
                 f"from_local of {shapes}", "shards have one dtype and one number of dims"
             )
         shapes = [shape for shape, _ in shapes]
-    shape, sizes = list(local.shape), {}
+    # From what all ranks know, so that all of them raise the same.
+    shape, sizes = list(shapes[0]), {}
     for name, placement in zip(names, placements, strict=False):
-        if isinstance(placement, Shard):
-            dim = placement.dim % max(1, len(shape))
+        if isinstance(placement, Shard) and -len(shape) <= placement.dim < len(shape):
+            dim = placement.dim % len(shape)
             extents = [0] * axes.size((name,))
             for rank, held in enumerate(shapes):
                 extents[_coordinate(axes, names, rank)[name]] = held[dim]
@@ -365,24 +378,19 @@ def redistribute(
     return result(move(local_of(x), layout, target, "redistribute"), target)
 
 
-# --- Factories -------------------------------------------------------------------------------------
-
-
 def zeros(*shape, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
     """A sharded `torch.zeros` of this global shape. Comm: none."""
-    return full(_shape(shape), 0, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)
+    return full(_shape(shape), 0.0, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)
 
 
 def ones(*shape, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
     """A sharded `torch.ones` of this global shape. Comm: none."""
-    return full(_shape(shape), 1, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)
+    return full(_shape(shape), 1.0, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)
 
 
 def full(shape, value, *, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
     """A sharded `torch.full` of this global shape. Comm: none."""
     layout = layout_of(shape, mesh, placements, sizes)
-    if dtype is None and isinstance(value, int) and not isinstance(value, bool):
-        dtype = torch.get_default_dtype()
     local = torch.full(layout.local_shape, value, dtype=dtype, device=_device(mesh))
     return _finished(local, layout, False)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
@@ -47,7 +48,8 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
     local blocks with `op` on plain tensors (`x.to_local()`) and wraps what comes out.
 
     Args:
-        functions: what the user calls: `F.conv2d`, `torch.Tensor.sum`, `torch.ops.my.op`.
+        functions: what the user calls: `F.conv2d`, `torch.Tensor.sum`, `torch.ops.my.op`, or an
+            `autograd.Function` class; `op` is then its `apply`.
         uses: pass operands that are replicated where others are split through `Use`, so that
             their gradients are summed over those mesh axes. False for handlers of one tensor.
 
@@ -61,10 +63,28 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
             _handlers[function] = entry
+            if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+                _dispatch_apply(function)
         let_dynamo_dispatch(functions)
         return handler
 
     return decorate
+
+
+def _dispatch_apply(function: type[torch.autograd.Function]) -> None:
+    """Sends `apply` through the registry, as torch does its functions but not this one."""
+    original = function.apply
+
+    def apply(*args, **kwargs):
+        if not _shard_tensors(args) and not _shard_tensors(kwargs):
+            return original(*args, **kwargs)
+        outer, _state.function = _state.function, function
+        try:
+            return _handlers[function](original, *args, **kwargs)
+        finally:
+            _state.function = outer
+
+    function.apply = staticmethod(apply)  # type: ignore[method-assign]
 
 
 def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler | None]:
@@ -145,15 +165,19 @@ for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
 
 
-# --- Gradients of replicated operands ---------------------------------------------------------------
-
-
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:
     """A plain operand, replicated over `axes`, on its way into a computation split over them.
 
     Its gradient is summed over those axes; that of a parameter which `parallelize` manages is
     multiplied, so that the wrapper's average over data and domain is exact.
     """
+    if isinstance(value, DTensor):
+        raise unsupported(
+            current_operation() or "an operation",
+            "a DTensor beside a ShardTensor: its shards and these say nothing of each other",
+            "pass value.full_tensor(), or a ShardTensor",
+            "mixing",
+        )
     if not axes or not value.requires_grad:
         return value
     operation = current_operation() if not _compiling() else None
@@ -259,9 +283,6 @@ def _used_in(value: Any, axes: tuple[str, ...], layout: Layout) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return type(value)([_used_in(v, axes, layout) for v in value])
     return value
-
-
-# --- Opting in to gather ------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -50,8 +50,6 @@ class ShardTensor(torch.Tensor):
 
     # __torch_function__ is set by the registry, which knows the handlers.
 
-    # --- What a tensor says of itself: global, from the layout --------------------------------
-
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """Which rank holds what."""
@@ -87,6 +85,11 @@ class ShardTensor(torch.Tensor):
         """Global number of elements."""
         return self.shape.numel()
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Global number of bytes."""
+        return self.numel() * self.element_size()
+
     def __len__(self) -> int:
         if not self._layout.dims:
             raise LayoutError("len() of a 0-d tensor", "a 0-d tensor has no length")
@@ -108,12 +111,14 @@ class ShardTensor(torch.Tensor):
         """The root DeviceMesh whose axes the layout names."""
         return self._layout.mesh.device_mesh
 
-    # --- Autograd's attributes live on the plain tensor ----------------------------------------
-
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether gradients flow to this tensor."""
-        return local_of(self).requires_grad if self._local is None else self._local.requires_grad
+        if self._local is not None:
+            return self._local.requires_grad
+        # Not of an alias, which under no_grad says False of a leaf that requires grad.
+        with DisableTorchFunction():
+            return super().requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -217,8 +222,6 @@ class ShardTensor(torch.Tensor):
             inputs = [local_of(i) if isinstance(i, ShardTensor) else i for i in inputs]
         local_of(self).backward(local_of(gradient), retain_graph, create_graph, inputs)
 
-    # --- To and from the local part --------------------------------------------------------------
-
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor connected to this one in autograd."""
         return local_of(self)
@@ -251,14 +254,13 @@ class ShardTensor(torch.Tensor):
 
         return redistribute(self, placements, sizes)
 
-    # --- Python protocol ----------------------------------------------------------------------------
-
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
-        local = local_of(self)
-        grad = ", requires_grad=True" if local.requires_grad else ""
+        with torch.no_grad():
+            local = local_of(self).detach()
+        grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"ShardTensor({self._layout}, dtype={local.dtype}, device={local.device}{grad},\n"
-            f"  local={local.detach()})"
+            f"  local={local})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -281,6 +283,15 @@ class ShardTensor(torch.Tensor):
         if local.untyped_storage().nbytes() != local.numel() * local.element_size():
             local = local.clone()
         return leaf, (local, self._layout, self.requires_grad)
+
+    def as_subclass(self, cls):
+        """Refused: retyping keeps the local shard and drops its layout."""
+        raise UnsupportedOperation(
+            f"as_subclass({cls.__name__}) of {describe(self)}",
+            "another type would hold this rank's rows without their layout",
+            "x.to_local() for the shard, x.full_tensor() for the whole",
+            "tripwire",
+        )
 
     @property
     def data(self) -> ShardTensor:  # type: ignore[override]
@@ -332,6 +343,7 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     if _compiling():
         x = _as_subclass(local, ShardTensor)
         x._local = local
+        x._moved = False  # Dynamo does not find the attribute of the class
     elif type(local) is not Tensor and type(local) is not torch.nn.Parameter:
         with DisableTorchDispatch():
             x = make_subclass(EagerShardTensor, _CARRIER)
@@ -368,7 +380,26 @@ def local_of(x: Tensor) -> Tensor:
     if local is not None:
         return local
     with DisableTorchFunction(), DisableTorchDispatch():
+        if _grad_enabled() and x.grad_fn is not None:
+            _refuse_foreign(x)
         return _as_subclass(x, Tensor)
+
+
+def _refuse_foreign(x: Tensor) -> None:
+    """Refuses what an `autograd.Function` returned that worked on shards unregistered.
+
+    Its forward ran under no_grad on ShardTensors, so the value is right; its backward would get and
+    give local gradients. torch's own (FSDP2, checkpointing) hand gradients through.
+    """
+    function = getattr(x.grad_fn, "_forward_cls", None)
+    if function is None or function.__module__.partition(".")[0] == "torch":
+        return
+    raise UnsupportedOperation(
+        f"{function.__module__}.{function.__qualname__}.apply on {describe(x)}",
+        "an autograd.Function bypasses shardfield: its backward would mix local and global",
+        f"shardfield.register({function.__name__}) a handler that calls it on local blocks",
+        "tripwire",
+    )
 
 
 def describe(value: Any) -> str:

@@ -57,7 +57,7 @@ def window_plan(
         plans: for each windowed dim; a dim that is whole has a plan of one rank.
         channels: (dim, size) of an output dim that replaces an input dim and is whole.
     """
-    changes: dict[int, tuple[Factor, ...]] = {}
+    changes: dict[int, Sequence[Factor]] = {}
     steps, crops = [], []
     mesh = layout.mesh
     for dim, plan in plans.items():
@@ -89,6 +89,7 @@ def windowed(
     fill: float = 0.0,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    curved: bool = False,
 ) -> ShardTensor:
     """Runs `act` on this rank's block, extended by what its window reaches.
 
@@ -98,6 +99,8 @@ def windowed(
         weight: what `act` multiplies the block by, if anything; with `bias`, so that a rank
             without output joins their backward.
         bias: what `act` adds to that.
+        curved: autograd's formula makes the gradient depend on the input, as those of pooling do;
+            a rank without output then does so too, or second derivatives part ways.
 
     Comm: one fetch per split dim, forward and backward.
     """
@@ -109,7 +112,8 @@ def windowed(
     for step in plan.steps:
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
-        return wrap(nothing(plan.layout.local_shape, (block, bias), weight), plan.layout)
+        empty = nothing(plan.layout.local_shape, (block, bias), weight, curved)
+        return wrap(empty, plan.layout)
     if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
@@ -127,6 +131,7 @@ def nothing(
     shape: Sequence[int],
     operands: Sequence[torch.Tensor | None],
     weight: torch.Tensor | None = None,
+    curved: bool = False,
 ) -> torch.Tensor:
     """An empty result that still hangs on its operands, so that their backward runs here too.
 
@@ -134,6 +139,7 @@ def nothing(
         operands: of a result that is linear in each; the first is not None.
         weight: a factor of the first. Multiplied here too: the gradient of the one then hangs on
             the other, and gradients of gradients reach the same collectives as elsewhere.
+        curved: the gradient depends on the operands.
     """
     first = operands[0]
     assert first is not None
@@ -146,6 +152,8 @@ def nothing(
     for operand in operands[1:]:
         if operand is not None:
             zero = zero + _zero_of(operand, dtype)
+    if curved:
+        zero = zero * zero
     return zero.expand(tuple(shape)).clone()
 
 

@@ -33,10 +33,21 @@ def test_case_12_elementwise_losses(split, target):
     parity(distances, [X, TARGET], [split, place], ranks=ranks, output="plain", double=True)
 
 
-def test_losses_on_a_two_dimensional_mesh():
-    for other in ({2: "h"}, {3: "w"}, {3: "h", 2: "w"}, None):
-        parity(distances, [X, TARGET], [{2: "h", 3: "w"}, other], ranks=(4,), output="plain")
-    parity(distances, [X, TARGET], [{2: "h"}, {2: "h", 3: "w"}], ranks=(4,), output="plain")
+@pytest.mark.parametrize("target", [{2: "h"}, {3: "h", 2: "w"}, None])
+def test_losses_on_a_two_dimensional_mesh(target):
+    parity(
+        F.mse_loss,
+        [X, TARGET],
+        [{2: "h", 3: "w"}, target],
+        ranks=(4,),
+        output="plain",
+        dtype=torch.float64,
+    )
+
+
+def test_the_target_may_be_split_more_than_the_input():
+    places = [{2: "h"}, {2: "h", 3: "w"}]
+    parity(F.l1_loss, [X, TARGET], places, ranks=(4,), output="plain", dtype=torch.float64)
 
 
 def classified(x, index):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
-)
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group as resolve_group,
 )
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
@@ -19,6 +19,11 @@ functional = torch.ops._c10d_functional
 make_subclass = torch.Tensor._make_subclass
 
 
+def resolve_group(name: str) -> ProcessGroup:
+    """The process group of a name, as functional collectives take it."""
+    return _resolve_process_group(GroupName(name))
+
+
 def in_backward() -> bool:
     """Whether this thread runs inside autograd's engine."""
     return torch._C._current_graph_task_id() != -1
@@ -26,7 +31,8 @@ def in_backward() -> bool:
 
 def saved_tensor_hooks_in_force():
     """The (pack, unpack) pair of the innermost `saved_tensors_hooks`, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    return autograd._top_saved_tensors_default_hooks(False)
 
 
 def let_dynamo_dispatch(functions) -> None:
@@ -53,7 +59,7 @@ def size_of(group: str) -> int:
 
 
 def captures_leaf(node) -> bool:
-    """Whether the running backward is `autograd.grad` with this leaf's gradient among its results."""
+    """Whether the running backward is `autograd.grad` and returns this leaf's gradient."""
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError as error:

@@ -87,6 +87,20 @@ def all_reduce(
     )
 
 
+# Others travel as bytes: gloo has no all-to-all of complex numbers or of short integers.
+_SENT_AS_THEY_ARE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+
+
 def all_to_all(
     tensor: torch.Tensor,
     receives: Sequence[int],
@@ -95,6 +109,10 @@ def all_to_all(
     operation: str | None,
 ) -> torch.Tensor:
     """Sends consecutive parts of a 1-D tensor to the ranks of `group`, returns what arrives."""
+    if tensor.dtype not in _SENT_AS_THEY_ARE:
+        size = tensor.element_size()
+        counts = [size * count for count in receives], [size * count for count in sends]
+        return all_to_all(tensor.view(torch.uint8), *counts, group, operation).view(tensor.dtype)
     sent = sum(sends)
     if not torch.compiler.is_compiling() and _recording:
         sent -= sends[rank_of(group)]  # a transposition's own part stays here

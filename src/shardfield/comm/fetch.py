@@ -127,17 +127,17 @@ def _counts(slabs: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
     return [sum(length for _, length in part) for part in slabs]
 
 
+def _slab(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The rows that one rank gets, joined along `dim`, as it will read them."""
+    parts = [local.narrow(dim, at, length) for at, length in ranges]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
 def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tensor:
     arrived: list[torch.Tensor | None] = []
     zero = None
     if not plan.silent:
-        slabs = [
-            torch.cat([local.narrow(dim, at, length) for at, length in part], dim)
-            if len(part) > 1
-            else local.narrow(dim, *part[0])
-            for part in plan.sends
-            if part
-        ]
+        slabs = [_slab(local, dim, part) for part in plan.sends if part]
         arrived, zero = _send_slabs(
             slabs, local, dim, _counts(plan.sends), plan.receives, group, operation
         )

@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` where outputs or inputs are sharded."""
+"""`torch.autograd.grad` and `backward` where outputs or inputs are sharded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardfield.comm._torch import in_backward
 from shardfield.errors import LayoutError
 from shardfield.operands import part_of_plain
 from shardfield.registry import register
@@ -21,8 +22,8 @@ def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple[Tenso
     given = _several(grad_outputs) if grad_outputs is not None else (None,) * len(outputs)
     cotangents = [_cotangent(y, g) for y, g in zip(outputs, given, strict=True)]
     found = op(
-        [local_of(y) if isinstance(y, ShardTensor) else y for y in outputs],
-        [local_of(x) if isinstance(x, ShardTensor) else x for x in inputs],
+        [_plain(y) for y in outputs],
+        [_plain(x) for x in inputs],
         cotangents,
         *args,
         **kwargs,
@@ -31,6 +32,29 @@ def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple[Tenso
         wrap(g, x.layout) if isinstance(x, ShardTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
     )
+
+
+@register(torch.autograd.backward, uses=False)
+def backward(
+    op,
+    tensors,
+    grad_tensors=None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables=None,
+    inputs=None,
+) -> None:
+    """Accumulates gradients into leaves. Comm: that of the operations' backward."""
+    tensors = _several(tensors)
+    grad_tensors = grad_variables if grad_tensors is None else grad_tensors
+    given = _several(grad_tensors) if grad_tensors is not None else (None,) * len(tensors)
+    cotangents = [_cotangent(y, g) for y, g in zip(tensors, given, strict=True)]
+    leaves = None if inputs is None else [_plain(x) for x in _several(inputs)]
+    op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return local_of(value) if isinstance(value, ShardTensor) else value
 
 
 def _several(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -42,7 +66,7 @@ def _cotangent(output: Tensor, given: Tensor | None) -> Tensor | None:
     if not isinstance(output, ShardTensor):
         if isinstance(given, ShardTensor):
             raise LayoutError(
-                f"autograd.grad of a plain tensor with grad_outputs {describe(given)}",
+                f"gradient of a plain tensor with grad_outputs {describe(given)}",
                 "the gradient of a replicated tensor is replicated",
                 "pass given.full_tensor()",
                 "layout",
@@ -50,9 +74,11 @@ def _cotangent(output: Tensor, given: Tensor | None) -> Tensor | None:
         return given
     if isinstance(given, ShardTensor) and given.layout is output.layout:
         return local_of(given)
+    if in_backward() and given is not None and given.shape == output.layout.local_shape:
+        return given  # the engine's own, handed on by reentrant checkpointing
     if given is None or isinstance(given, ShardTensor) or given.shape != output.shape:
         raise LayoutError(
-            f"autograd.grad of {describe(output)} with grad_outputs {describe(given)}",
+            f"gradient of {describe(output)} with grad_outputs {describe(given)}",
             "a sharded output needs its gradient: sharded like it, or plain and whole",
             "reduce to a scalar first, or pass grad_outputs",
             "layout",

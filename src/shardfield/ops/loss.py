@@ -1,4 +1,4 @@
-"""Losses, and softmax along an unsplit dim. A reduced loss is a plain tensor, alike on all ranks."""
+"""Losses, and softmax along an unsplit dim. A reduced loss is plain and alike on all ranks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def _operation() -> str | None:
 @constant
 def _groups(layout: Layout) -> tuple[str, ...]:
     return groups_of(layout, layout.split_axes)
+
+
+def _layout(x: Tensor) -> Layout:
+    """The layout of an operand that is a ShardTensor."""
+    return x.layout  # type: ignore[return-value]
 
 
 def _part(op, value: Tensor, target: Layout, computed: Layout) -> Tensor:
@@ -77,9 +82,6 @@ def _result_dtype(local: Tensor) -> torch.dtype:
     return local.dtype
 
 
-# --- Elementwise losses -----------------------------------------------------------------------------
-
-
 @constant
 def _broadcasting(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """The layout of an operand of `shape` that broadcasts to `layout`."""
@@ -114,7 +116,7 @@ def _elementwise(
         normalise: the mean divides by the sum of the weights, not by the number of elements.
         options: arguments of the operation; tensors among them broadcast to the input.
     """
-    layout = input.layout if isinstance(input, ShardTensor) else target.layout
+    layout = _layout(input) if isinstance(input, ShardTensor) else _layout(target)
     local, wanted = _part(op, input, layout, layout), _part(op, target, layout, layout)
     if weight is not None:
         options["weight"] = weight
@@ -169,7 +171,7 @@ def l1_loss(
 
 
 def _has_lost_weight() -> bool:
-    """Whether the running `F.l1_loss` was given a weight, which torch 2.13 drops on its way here."""
+    """Whether the running `F.l1_loss` had a weight, which torch 2.13 drops on its way here."""
     if torch.compiler.is_compiling():
         return False
     frame = sys._getframe(1)
@@ -228,9 +230,6 @@ def kl_div(
     return _elementwise(op, input, target, reduction, log_target=log_target)
 
 
-# --- Classification ---------------------------------------------------------------------------------
-
-
 @constant
 def _class_layouts(op, given: Layout, index: bool, classes: int | None):
     """Layouts of the input and of the result of a classification loss.
@@ -257,9 +256,9 @@ def _class_layouts(op, given: Layout, index: bool, classes: int | None):
 def _classify(op, input, target, weight, ignore_index, reduction, **options) -> Tensor:
     index = not target.is_floating_point()
     if isinstance(input, ShardTensor):
-        given, classes = input.layout, None
+        given, classes = _layout(input), None
     else:
-        given = target.layout
+        given = _layout(target)
         classes = input.shape[1 if input.dim() > 1 else 0] if index else None
     if isinstance(weight, ShardTensor):
         raise unsupported(op, "class weights are a plain tensor", args=(weight,))

@@ -108,9 +108,6 @@ def _more_than_one(op, layout: Layout, count: int) -> None:
         )
 
 
-# --- Batch and instance norm ------------------------------------------------------------------------
-
-
 @register(F.batch_norm)
 def batch_norm(
     op,
@@ -231,9 +228,6 @@ def _per_sample(parameter: Tensor | None, samples: int, groups: int, per: int) -
     return parameter.expand(samples, groups * per).reshape(1, samples * groups, per, 1)
 
 
-# --- Group norm -------------------------------------------------------------------------------------
-
-
 @register(F.group_norm, torch.group_norm)
 def group_norm(
     op,
@@ -298,9 +292,6 @@ def _filled(local: Tensor, weight: Tensor | None, bias: Tensor | None, per: int)
 
 def _unfilled(y: Tensor, block: Tensor, local: Tensor) -> Tensor:
     return y if block is local else y.reshape(-1)[:0].view(local.shape)
-
-
-# --- Layer and RMS norm -----------------------------------------------------------------------------
 
 
 @constant
@@ -380,6 +371,7 @@ def rms_norm(
     square = reduce_sum(x.square().sum(plan.dims, keepdim=True), plan.scope.groups, _operation())
     scale = (square / plan.scope.total + eps).rsqrt()
     y = x * use(scale, plan.scope.groups, _operation())
+    weight = _part(weight, plan)
     if weight is not None:
-        y = y * _part(weight, plan)
+        y = y * weight
     return _result(y, input)

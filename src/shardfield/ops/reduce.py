@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from shardfield.comm.collectives import all_reduce
+from shardfield.comm.collectives import all_gather, all_reduce
 from shardfield.comm.moments import accumulation_dtype, counts_over, moments
 from shardfield.comm.reduce import reduce_sum, use
 from shardfield.constant import constant
@@ -104,9 +104,6 @@ def _refuse_complex(op, input) -> None:
         raise unsupported(op, "complex elements along a split dim", args=(input,))
 
 
-# --- Sums and means ---------------------------------------------------------------------------------
-
-
 @register(torch.sum, Tensor.sum, torch.mean, Tensor.mean, uses=False)
 def total(
     op,
@@ -148,9 +145,6 @@ def _default_dtype(local: Tensor, mean: bool) -> torch.dtype:
         wide = local.is_cuda and not mean and torch.is_autocast_enabled("cuda")
         return accumulation_dtype(local.dtype) if wide else local.dtype
     return local.dtype if local.is_complex() or mean else torch.int64
-
-
-# --- Variances --------------------------------------------------------------------------------------
 
 
 @register(
@@ -204,13 +198,79 @@ def spread(
     name = _name(op)
     found = variance.sqrt() if name.startswith("std") else variance
     parts = [found, mean] if name.endswith("mean") else [found]
-    wrapped = tuple(
+    wrapped = [
         result(part.to(local.dtype).reshape(plan.local_shape), plan.layout) for part in parts
-    )
-    return wrapped if len(wrapped) > 1 else wrapped[0]
+    ]
+    return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 
-# --- Extrema ----------------------------------------------------------------------------------------
+@register(torch.linalg.vector_norm, uses=False)
+def vector_norm(
+    op,
+    x: ShardTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out=None,
+) -> Tensor:
+    """The p-norm over dims: the norm of the ranks' norms, so that no power overflows.
+
+    Layout: the other dims keep their splits; plain once none is split.
+    Comm: one all-gather of the result per mesh axis that splits a reduced dim (for infinite orders
+        that of `amax`, for order 0 that of `sum`); none backward.
+    """
+    _no_out(op, out, x)
+    local = local_of(x)
+    plan = _reduction(op, x.layout, _dims(dim, None), keepdim)
+    if not plan.groups:
+        return result(op(local, ord, plan.dims, keepdim, dtype=dtype), plan.layout)
+    if abs(ord) == float("inf"):
+        sizes = (x if dtype is None else x.to(dtype)).abs()
+        return (torch.amax if ord > 0 else torch.amin)(sizes, plan.dims, keepdim)
+    if ord == 0:
+        count = (x != 0).sum(plan.dims, keepdim)
+        return count.to(dtype or local.abs().dtype)
+    if ord < 0:
+        raise unsupported(op, "a negative order has no value on a rank without rows", args=(x,))
+    wanted = dtype or local.dtype
+    wide = local.to(accumulation_dtype(wanted))
+    found = _Norm.apply(wide, float(ord), plan.dims, plan.groups, _operation(op))
+    return result(found.reshape(plan.local_shape).to(dtype or local.real.dtype), plan.layout)
+
+
+class _Norm(torch.autograd.Function):
+    """Norm of the ranks' norms. At zero its gradient is zero, as torch's is."""
+
+    @staticmethod
+    def forward(ctx, x, order, dims, groups, operation):
+        found = torch.linalg.vector_norm(x, order, dims, keepdim=True)
+        for group in groups:
+            found = torch.linalg.vector_norm(all_gather(found, group, operation), order, 0)
+        ctx.order, ctx.groups, ctx.operation = order, groups, operation
+        ctx.save_for_backward(x, found)
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, found = ctx.saved_tensors
+        grad = use(grad, ctx.groups, ctx.operation)
+        found = use(found, ctx.groups, ctx.operation)
+        unit = x / found
+        if ctx.order != 2:
+            unit = x.sgn() * unit.abs().pow(ctx.order - 1)
+        return (unit * grad).masked_fill(found == 0, 0), None, None, None, None
+
+
+@register(torch.norm, Tensor.norm, uses=False)
+def norm(op, input: ShardTensor, p="fro", dim=None, keepdim=False, out=None, dtype=None):
+    """As `torch.linalg.vector_norm`; matrix norms other than Frobenius's are refused."""
+    _no_out(op, out, input)
+    if p is not None and p != "fro" and not isinstance(p, (int, float)):
+        raise unsupported(op, f"the matrix norm {p!r} needs whole matrices", args=(input,))
+    order = 2 if p is None or p == "fro" else p
+    return torch.linalg.vector_norm(input, order, _dims(dim, None), keepdim, dtype=dtype)
 
 
 @register(torch.amax, Tensor.amax, torch.amin, Tensor.amin, uses=False)
@@ -343,9 +403,6 @@ def truth(op, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, ou
     return result(sent.to(found.dtype), plan.layout)
 
 
-# --- Reductions that are local along an unsplit dim -------------------------------------------------
-
-
 @register(
     torch.argmax,
     Tensor.argmax,
@@ -369,9 +426,6 @@ def along(op, input: ShardTensor, dim=None, keepdim: bool = False, **kwargs):
     if isinstance(found, tuple):
         return type(found)(result(part, plan.layout) for part in found)
     return result(found, plan.layout)
-
-
-# --- Python scalars ---------------------------------------------------------------------------------
 
 
 @register(

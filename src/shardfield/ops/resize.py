@@ -242,13 +242,13 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
             given.append(scale)
             continue
         rank = mesh.rank(axes)
-        segments = plans[dim].wanted[rank]
+        segments, local_call = plans[dim].wanted[rank], calls[rank]
         if not segments:
             local[dim] = ResizedDim(dim, None)
             call.append(0)
-        elif calls[rank] is not None:
-            local[dim] = ResizedDim(dim, calls[rank])
-            call.append(calls[rank][0])
+        elif local_call is not None:
+            local[dim] = ResizedDim(dim, local_call)
+            call.append(local_call[0])
         else:
             found = taps(mode, size, out, align_corners, scale, double)
             a = sum(plans[dim].extents[:rank])
@@ -308,7 +308,7 @@ def interpolate(
     """Exact for every size and split. Comm: one fetch of the rows read per split spatial dim."""
     sizes, scales = _sizes(input, size, scale_factor, recompute_scale_factor)
     if mode == "area":
-        return _AREA[len(sizes)](input, sizes if len(sizes) > 1 else sizes[0])
+        return _AREA[len(sizes)](input, sizes)
     if align_corners is not None and mode.startswith("nearest"):
         raise ValueError(
             "align_corners option can only be set with the interpolating modes: "
@@ -341,7 +341,7 @@ def interpolate(
 
 def _by_taps(block: torch.Tensor, part: ResizedDim) -> torch.Tensor:
     """Resizes one dim of a block by reading rows and weighing them, in float32 at least."""
-    total = None
+    parts = []
     shape = (-1, *(1,) * (block.dim() - 1 - part.dim))
     precision = torch.float64 if block.dtype == torch.float64 else torch.float32
     for tap, rows in enumerate(part.rows):
@@ -350,5 +350,5 @@ def _by_taps(block: torch.Tensor, part: ResizedDim) -> torch.Tensor:
         if part.weights:
             weight = torch.tensor(list(part.weights[tap]), dtype=precision, device=block.device)
             read = read * weight.view(shape)
-        total = read if total is None else total + read
-    return total
+        parts.append(read)
+    return sum(parts[1:], parts[0])

@@ -1,0 +1,58 @@
+"""Full backward hooks of modules: they see global gradients, as everything else does.
+
+torch hangs these hooks on a node of the local graph, which hands them local, plain gradients.
+Between two identities, of which the outer backward retypes the gradient and the inner one opens
+it again, the node sees ShardTensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.hooks import BackwardHook
+
+from shardfield.tensor import ShardTensor, local_of, wrap
+
+_compiling = torch.compiler.is_compiling
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local):
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return local_of(grad) if isinstance(grad, ShardTensor) else grad
+
+
+class _Retype(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, layout):
+        ctx.layout = layout
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wrap(grad, ctx.layout), None
+
+
+_apply_on_tensors = BackwardHook._apply_on_tensors
+
+
+def _apply(self, fn, args):
+    if _compiling() or not any(isinstance(value, ShardTensor) for value in args):
+        return _apply_on_tensors(self, fn, args)
+    layouts = [value.layout if isinstance(value, ShardTensor) else None for value in args]
+    opened = [
+        value if layout is None else _Open.apply(local_of(value))
+        for value, layout in zip(args, layouts, strict=True)
+    ]
+    hooked, indices = _apply_on_tensors(self, fn, tuple(opened))
+    closed = [
+        value if layout is None else wrap(_Retype.apply(value, layout), layout)
+        for value, layout in zip(hooked, layouts, strict=True)
+    ]
+    return (tuple(closed) if type(args) is tuple else type(args)(*closed)), indices
+
+
+BackwardHook._apply_on_tensors = _apply  # type: ignore[method-assign]
