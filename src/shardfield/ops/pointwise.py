@@ -140,7 +140,7 @@ def _broadcast(op, args, kwargs):
     if "out" in names and kwargs["out"] is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
     tensors = [values[index] for index in slots]
-    writes = _writes(op, kwargs)
+    writes = _writes(op, bool(kwargs.get("inplace")))
     first = values[0]
     if writes and (not isinstance(first, ShardTensor) or first._moved):
         if isinstance(first, ShardTensor):
@@ -154,7 +154,8 @@ def _broadcast(op, args, kwargs):
         if isinstance(t, ShardTensor):
             # Moves take and give replicated cotangents, so the sum comes after them, over the axes
             # on which the moved operand is still whole.
-            moved = move(local_of(t), t._layout, target, getattr(op, "__name__", None))
+            name = None if torch.compiler.is_compiling() else getattr(op, "__name__", None)
+            moved = move(local_of(t), t._layout, target, name)
             missing = tuple(axis for axis in out.split_axes if axis not in target.split_axes)
             values[index] = used(moved, missing, out)
         else:
@@ -165,11 +166,13 @@ def _broadcast(op, args, kwargs):
     return result(y, out) if isinstance(y, Tensor) else _wrapped(y, out)
 
 
-def _writes(op, kwargs) -> bool:
+@constant
+def _writes(op, inplace: bool) -> bool:
+    """Whether the first operand is written into; `inplace` is the argument of that name."""
     name = getattr(op, "__name__", "")
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") or bool(kwargs.get("inplace"))
+    return name.endswith("_") or inplace
 
 
 @constant
