@@ -54,7 +54,7 @@ def parallelize(
         return model
     joint = tuple(name for name in axes.names if name != TENSOR)
     several = DATA in axes.names and axes.size((DATA,)) > 1
-    options = {"broadcast_buffers": several, "gradient_as_bucket_view": True, **ddp}
+    options = {"forward_sync_buffers": several, "gradient_as_bucket_view": True, **ddp}
     wrapped = DistributedDataParallel(
         model, process_group=resolve_group(axes.group(joint)), **options
     )
