@@ -27,7 +27,7 @@ demo: setup  ## Train MONAI's 3-D U-Net on an MRI volume over RANKS= ranks, comp
 	$(BIN)/shardfield demo $(if $(RANKS),--ranks $(RANKS)) --steps $(STEPS) --out $(OUT)
 
 test: setup  ## Run the whole test suite; ARGS= goes to pytest.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 $(BIN)/python -m pytest $(ARGS)
 
 lint: setup  ## Check format, lint, types and layering.
 	$(BIN)/ruff format --check .

@@ -29,9 +29,6 @@ def refuses(text):
     return pytest.raises(sf.LayoutError, match=text)
 
 
-# --- distribute_tensor ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_only_the_source_has_the_tensor_and_sends_each_rank_its_shard(ranks):
     def body(rank):
@@ -142,9 +139,6 @@ def test_case_7_a_mesh_over_some_ranks_only(rank):
     assert y.layout is x.layout
 
 
-# --- from_local ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_shards_of_any_size_join_and_gradients_flow(ranks):
     def body(rank):
@@ -203,9 +197,6 @@ def test_replicated_shards_are_plain(rank):
     x = sf.from_local(X, rank.mesh(domain=2), [Replicate()])
     assert type(x) is torch.Tensor
     assert torch.equal(x, X)
-
-
-# --- full_tensor and redistribute ----------------------------------------------------------------
 
 
 @on_ranks(3)
@@ -402,9 +393,6 @@ def test_more_ranks_than_rows(rank):
     assert torch.equal(x.full_tensor(), X[:, :2])
     assert torch.equal(x.redistribute([Shard(2)]).full_tensor(), X[:, :2])
     assert float(x.mean()) == float(X[:, :2].mean())
-
-
-# --- local_slices and factories ------------------------------------------------------------------
 
 
 @given(rows=st.integers(0, 9), ranks=st.sampled_from([1, 2, 3, 4]), data=st.data())

@@ -49,9 +49,6 @@ def raises(error, text):
     return pytest.raises(error, match=text)
 
 
-# --- What it is ----------------------------------------------------------------------------------
-
-
 @on_two_ranks
 def test_is_a_tensor_of_the_global_shape(rank):
     x = shard(rank, whole(5, 3), sizes=SIZES)
@@ -104,9 +101,6 @@ def test_python_scalars_are_refused_until_reduced(rank):
         with raises(sf.UnsupportedOperation, "docs/errors.md#scalars"):
             read(x)
     assert float(x.sum()) == pytest.approx(float(whole(5, 3).sum()))
-
-
-# --- Copies and files ----------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -188,9 +182,6 @@ def test_new_tensors_are_split_where_the_shape_is_the_same(rank):
     assert x.new_empty(2, dtype=torch.int32).dtype == torch.int32
     with raises(sf.LayoutError, "docs/errors.md#mixing"):
         x + x.new_ones(4, 3)
-
-
-# --- Autograd ------------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -396,9 +387,6 @@ def test_norm_of_a_large_or_zero_tensor_and_on_two_axes():
     refused(lambda x: torch.linalg.vector_norm(x, -1), [x], [0], match="negative order")
 
 
-# --- Writing in place ----------------------------------------------------------------------------
-
-
 @on_two_ranks
 def test_in_place_operators_return_the_same_object(rank):
     x = shard(rank, whole(5, 3), sizes=SIZES)
@@ -466,9 +454,6 @@ def test_writes_that_cannot_hold_are_refused(rank):
     assert torch.equal(x.full_tensor(), whole(5, 3))
 
 
-# --- Lifetimes -----------------------------------------------------------------------------------
-
-
 @on_two_ranks
 def test_nothing_outlives_its_last_reference(rank):
     def make(grad_mode, requires_grad):
@@ -512,9 +497,6 @@ def test_a_training_loop_holds_constant_memory(rank):
         net(x).square().mean().backward()
         counts.append(tensors())
     assert counts[1] == counts[2] == counts[3]
-
-
-# --- Modules and hooks ---------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -575,9 +557,6 @@ def test_a_parameter_may_be_a_shard_of_a_module(rank):
         module.field.zero_()
     module.load_state_dict(state)
     assert torch.equal(module.field.detach().full_tensor(), whole(5, 3))
-
-
-# --- What bypasses torch's functions -------------------------------------------------------------
 
 
 class Doubled(torch.autograd.Function):
@@ -698,9 +677,6 @@ def test_allow_gather_is_exact_and_says_what_it_costs():
 
     expected = ["linalg_svdvals: gathered 120 bytes on every rank (allow_gather)"]
     assert rank_pool(2).run(body) == [expected] * 2
-
-
-# --- Errors --------------------------------------------------------------------------------------
 
 
 def assert_four_lines(text):

@@ -116,11 +116,11 @@ def find_axes(names, sizes, ranks, kind) -> MeshAxes:
 
 
 def _is_alive(axes: MeshAxes) -> bool:
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     try:
         for group in axes.groups:
-            _resolve_process_group(group)
+            _resolve_process_group(GroupName(group))
     except RuntimeError:
         return False
     return True

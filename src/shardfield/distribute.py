@@ -378,9 +378,6 @@ def redistribute(
     return result(move(local_of(x), layout, target, "redistribute"), target)
 
 
-# --- Factories -------------------------------------------------------------------------------------
-
-
 def zeros(*shape, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
     """A sharded `torch.zeros` of this global shape. Comm: none."""
     return full(_shape(shape), 0.0, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)

@@ -97,6 +97,7 @@ class Layout:
     shared: tuple[str, ...]
 
     def __new__(cls, mesh: MeshAxes, dims: Sequence[Sequence[Factor]]) -> Layout:
+        """The one layout of these dims; raises LayoutError if sizes or axes do not fit."""
         return _intern(mesh, tuple(canonical(dim) for dim in dims))
 
     def local_shape_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:

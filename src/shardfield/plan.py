@@ -202,9 +202,6 @@ def transposed_window(
     return DimPlan(size, extents_of(out), tuple(wanted), tuple(crop))
 
 
-# --- Exchange: from owned and wanted to messages ------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of the assembled result.

@@ -123,8 +123,13 @@ def _refuse(op, *args, **kwargs):
 
 
 def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", args: Any = ()):
-    """The error of an operation that has no exact sharded form here."""
-    layouts = "; ".join(f"ShardTensor {x.layout}" for x in _shard_tensors(args))
+    """The error of an operation that has no exact sharded form here.
+
+    Args:
+        args: what was asked for: arguments of any nesting, or the layouts of its operands.
+    """
+    asked = [x.layout for x in _shard_tensors(args)] or [x for x in args if isinstance(x, Layout)]
+    layouts = "; ".join(f"ShardTensor {layout}" for layout in asked)
     fix = fix or "x.redistribute(...) or x.full_tensor() first, or `with allow_gather():`"
     return UnsupportedOperation(f"{name_of(op)} on {layouts or 'a ShardTensor'}", rule, fix, docs)
 
@@ -158,9 +163,6 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
 # Set on both: torch disables it on a class that defines __torch_dispatch__ and not this one.
 for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
-
-
-# --- Gradients of replicated operands ---------------------------------------------------------------
 
 
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:
@@ -281,9 +283,6 @@ def _used_in(value: Any, axes: tuple[str, ...], layout: Layout) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return type(value)([_used_in(v, axes, layout) for v in value])
     return value
-
-
-# --- Opting in to gather ------------------------------------------------------------------------------
 
 
 @contextmanager

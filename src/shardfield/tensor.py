@@ -50,8 +50,6 @@ class ShardTensor(torch.Tensor):
 
     # __torch_function__ is set by the registry, which knows the handlers.
 
-    # --- What a tensor says of itself: global, from the layout --------------------------------
-
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """Which rank holds what."""
@@ -112,8 +110,6 @@ class ShardTensor(torch.Tensor):
     def device_mesh(self):
         """The root DeviceMesh whose axes the layout names."""
         return self._layout.mesh.device_mesh
-
-    # --- Autograd's attributes live on the plain tensor ----------------------------------------
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -226,8 +222,6 @@ class ShardTensor(torch.Tensor):
             inputs = [local_of(i) if isinstance(i, ShardTensor) else i for i in inputs]
         local_of(self).backward(local_of(gradient), retain_graph, create_graph, inputs)
 
-    # --- To and from the local part --------------------------------------------------------------
-
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor connected to this one in autograd."""
         return local_of(self)
@@ -259,8 +253,6 @@ class ShardTensor(torch.Tensor):
         from shardfield.distribute import redistribute
 
         return redistribute(self, placements, sizes)
-
-    # --- Python protocol ----------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         with torch.no_grad():
@@ -351,6 +343,7 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     if _compiling():
         x = _as_subclass(local, ShardTensor)
         x._local = local
+        x._moved = False  # Dynamo does not find the attribute of the class
     elif type(local) is not Tensor and type(local) is not torch.nn.Parameter:
         with DisableTorchDispatch():
             x = make_subclass(EagerShardTensor, _CARRIER)
@@ -403,7 +396,7 @@ def _refuse_foreign(x: Tensor) -> None:
         return
     raise UnsupportedOperation(
         f"{function.__module__}.{function.__qualname__}.apply on {describe(x)}",
-        "an autograd.Function bypasses shardfield: its backward would mix local and global gradients",
+        "an autograd.Function bypasses shardfield: its backward would mix local and global",
         f"shardfield.register({function.__name__}) a handler that calls it on local blocks",
         "tripwire",
     )

@@ -6,8 +6,8 @@ keeps anyway, and the thin slabs around it, and put together again when backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ def window_plan(
         plans: for each windowed dim; a dim that is whole has a plan of one rank.
         channels: (dim, size) of an output dim that replaces an input dim and is whole.
     """
-    changes: dict[int, tuple[Factor, ...]] = {}
+    changes: dict[int, Sequence[Factor]] = {}
     steps, crops = [], []
     mesh = layout.mesh
     for dim, plan in plans.items():
@@ -87,14 +87,20 @@ def windowed(
     plan: WindowPlan,
     act: Callable[[torch.Tensor], torch.Tensor],
     fill: float = 0.0,
-    ties: Sequence[torch.Tensor | None] = (),
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    curved: bool = False,
 ) -> ShardTensor:
     """Runs `act` on this rank's block, extended by what its window reaches.
 
     Args:
         act: the torch operation, unpadded along `plan.moved`.
         fill: value outside the global tensor.
-        ties: other operands that take part, so that a rank without output joins their backward.
+        weight: what `act` multiplies the block by, if anything; with `bias`, so that a rank
+            without output joins their backward.
+        bias: what `act` adds to that.
+        curved: autograd's formula makes the gradient depend on the input, as those of pooling do;
+            a rank without output then does so too, or second derivatives part ways.
 
     Comm: one fetch per split dim, forward and backward.
     """
@@ -106,34 +112,59 @@ def windowed(
     for step in plan.steps:
         block = fetch(block, step.dim, step.plan, step.group, fill, operation)
     if plan.empty:
-        return wrap(nothing(plan.layout.local_shape, (block, *ties)), plan.layout)
+        empty = nothing(plan.layout.local_shape, (block, bias), weight, curved)
+        return wrap(empty, plan.layout)
     if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
-        keep = rebuilt(local, block, plan.steps)
+        keep = rebuilt(local, block, plan.steps, fill)
     with keep:
         y = act(block)
     for step, crop in zip(plan.steps, plan.crops, strict=True):
         if crop is not None and (crop[0] or crop[1] != y.shape[step.dim]):
-            y = y.narrow(step.dim, *crop)
-    return wrap(y.contiguous() if any(plan.crops) else y, plan.layout)
+            # A copy: what is cropped off is not kept, and the result has no gaps.
+            y = y.narrow(step.dim, *crop).clone()
+    return wrap(y, plan.layout)
 
 
-def nothing(shape: Sequence[int], operands: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """An empty result that still hangs on its operands, so that their backward runs here too."""
+def nothing(
+    shape: Sequence[int],
+    operands: Sequence[torch.Tensor | None],
+    weight: torch.Tensor | None = None,
+    curved: bool = False,
+) -> torch.Tensor:
+    """An empty result that still hangs on its operands, so that their backward runs here too.
+
+    Args:
+        operands: of a result that is linear in each; the first is not None.
+        weight: a factor of the first. Multiplied here too: the gradient of the one then hangs on
+            the other, and gradients of gradients reach the same collectives as elsewhere.
+        curved: the gradient depends on the operands.
+    """
     first = operands[0]
     assert first is not None
     dtype = first.dtype
     if torch.is_autocast_enabled(first.device.type) and first.is_floating_point():
         dtype = torch.get_autocast_dtype(first.device.type)
-    zero = torch.zeros((), dtype=dtype, device=first.device)
-    for operand in operands:
-        if operand is not None and operand.requires_grad:
-            zero = zero + operand.reshape(-1)[:0].sum().to(dtype)
+    zero = _zero_of(first, dtype)
+    if weight is not None:
+        zero = zero * _zero_of(weight, dtype)
+    for operand in operands[1:]:
+        if operand is not None:
+            zero = zero + _zero_of(operand, dtype)
+    if curved:
+        zero = zero * zero
     return zero.expand(tuple(shape)).clone()
 
 
-def rebuilt(local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step]):
+def _zero_of(operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return operand.narrow(0, 0, 0).sum().to(dtype)
+
+
+@contextmanager
+def rebuilt(
+    local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step], fill: float
+) -> Iterator[None]:
     """Context in which `block`, if autograd saves it, is kept as `local` and its slabs.
 
     Composes with the saved-tensor hooks in force (checkpointing, offload): parts go through them.
@@ -141,32 +172,37 @@ def rebuilt(local: torch.Tensor, block: torch.Tensor, steps: Sequence[Step]):
     outer = saved_tensor_hooks_in_force()
     outer_pack, outer_unpack = outer if outer is not None else (_same, _same)
     storage = block.untyped_storage()._cdata
-    shape = block.shape
-    base, version = local.detach(), local._version
-    slabs = slabs_of(block.detach(), [(step.dim, step.plan) for step in steps])
+    shape, version = block.shape, local._version
     plans = [(step.dim, step.plan) for step in steps]
+    # autograd holds the pack hook as long as the graph: the parts must not hang on it.
+    parts = [local.detach(), slabs_of(block.detach(), plans)]
 
     def pack(tensor: torch.Tensor):
-        if tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
+        if not parts or tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
             return None, outer_pack(tensor)
+        base, slabs = parts
         return (outer_pack(base), [[outer_pack(slab) for slab in row] for row in slabs]), None
 
     def unpack(packed):
-        parts, other = packed
-        if parts is None:
+        halves, other = packed
+        if halves is None:
             return outer_unpack(other)
-        inner = outer_unpack(parts[0])
+        inner = outer_unpack(halves[0])
         if outer is None and inner._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a shard of shape {tuple(inner.shape)} is at version "
                 f"{inner._version}; expected version {version} instead"
             )
-        for (dim, plan), row in zip(plans, parts[1], strict=True):
-            inner = reassemble(inner, dim, plan, [outer_unpack(slab) for slab in row])
+        for (dim, plan), row in zip(plans, halves[1], strict=True):
+            inner = reassemble(inner, dim, plan, [outer_unpack(slab) for slab in row], fill)
         return inner
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        parts.clear()
 
 
 def _same(value):

@@ -26,7 +26,7 @@ def reference(crop):
 
 def train_split(rank, crop, sizes):
     mesh = rank.mesh(domain=rank.world_size)
-    volume = crop.to(rank.device) if rank.rank == 0 else None
+    volume = crop.to(rank.device.type, torch.float64) if rank.rank == 0 else None
     model = build_model().double().to(rank.device)
     return train(*split(model, volume, mesh, sizes), STEPS)
 

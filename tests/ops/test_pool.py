@@ -81,6 +81,7 @@ def test_indices_are_global():
 
     parity(pool, [X], [2], sizes=SIZES, dtype=torch.float64)
     parity(pool, [X], [{2: "h", 3: "w"}], (4,), dtype=torch.float64)
+    parity(pool, [X], [2], (2,), [(9, 7)], compiled=True, dtype=torch.float64)
 
 
 def test_channels_may_be_split():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
-)
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group as resolve_group,
 )
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
@@ -15,7 +15,13 @@ from torch.distributed.distributed_c10d import (
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 DisableTorchDispatch = torch._C._DisableTorchDispatch
+functional = torch.ops._c10d_functional
 make_subclass = torch.Tensor._make_subclass
+
+
+def resolve_group(name: str) -> ProcessGroup:
+    """The process group of a name, as functional collectives take it."""
+    return _resolve_process_group(GroupName(name))
 
 
 def in_backward() -> bool:
@@ -25,7 +31,8 @@ def in_backward() -> bool:
 
 def saved_tensor_hooks_in_force():
     """The (pack, unpack) pair of the innermost `saved_tensors_hooks`, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    return autograd._top_saved_tensors_default_hooks(False)
 
 
 def let_dynamo_dispatch(functions) -> None:
@@ -45,8 +52,14 @@ def rank_of(group: str) -> int:
     return resolve_group(group).rank()
 
 
+@torch._dynamo.assume_constant_result
+def size_of(group: str) -> int:
+    """Ranks of a process group."""
+    return resolve_group(group).size()
+
+
 def captures_leaf(node) -> bool:
-    """Whether the running backward is `autograd.grad` with this leaf's gradient among its results."""
+    """Whether the running backward is `autograd.grad` and returns this leaf's gradient."""
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
@@ -61,6 +74,7 @@ __all__ = [
     "DisableTorchFunction",
     "captures_leaf",
     "default_store",
+    "functional",
     "in_backward",
     "let_dynamo_dispatch",
     "make_subclass",
@@ -68,4 +82,5 @@ __all__ = [
     "resolve_group",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",
+    "size_of",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed import _functional_collectives as funcol
 
 from shardfield.comm import agreement
+from shardfield.comm._torch import functional, rank_of, size_of
 
 
 @dataclass
@@ -55,17 +55,36 @@ def _count(name: str, sent: int, operation: str | None) -> None:
         traffic.operations.append((operation, name, sent))
 
 
+def _enter(
+    name: str,
+    sent: int,
+    group: str,
+    operation: str | None,
+    signature: object,
+    start: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """Starts a collective and waits for it: traced as it is, else counted and agreed on first."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(start())
+    if _recording:
+        _count(name, sent, operation)
+    with agreement.collective(name, group, operation, signature):
+        return functional.wait_tensor(start())
+
+
 def all_reduce(
     tensor: torch.Tensor, group: str, operation: str | None, reduction: str = "sum"
 ) -> torch.Tensor:
     """A new tensor: `tensor` reduced over `group`."""
-    if torch.compiler.is_compiling():
-        return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), reduction, group))
-    if _recording:
-        _count("all_reduce", tensor.numel() * tensor.element_size(), operation)
-    signature = (tuple(tensor.shape), tensor.dtype, reduction)
-    with agreement.collective("all_reduce", group, operation, signature):
-        return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), reduction, group))
+    tensor = tensor.contiguous()
+    return _enter(
+        "all_reduce",
+        tensor.numel() * tensor.element_size(),
+        group,
+        operation,
+        (tensor.shape, tensor.dtype, reduction),
+        lambda: functional.all_reduce(tensor, reduction, group),
+    )
 
 
 # Others travel as bytes: gloo has no all-to-all of complex numbers or of short integers.
@@ -94,25 +113,27 @@ def all_to_all(
         size = tensor.element_size()
         counts = [size * count for count in receives], [size * count for count in sends]
         return all_to_all(tensor.view(torch.uint8), *counts, group, operation).view(tensor.dtype)
-    if torch.compiler.is_compiling():
-        return funcol.wait_tensor(
-            funcol.all_to_all_single(tensor, list(receives), list(sends), group)
-        )
-    if _recording:
-        _count("all_to_all", sum(sends) * tensor.element_size(), operation)
-    with agreement.collective("all_to_all", group, operation, tensor.dtype):
-        return funcol.wait_tensor(
-            funcol.all_to_all_single(tensor, list(receives), list(sends), group)
-        )
+    sent = sum(sends)
+    if not torch.compiler.is_compiling() and _recording:
+        sent -= sends[rank_of(group)]  # a transposition's own part stays here
+    return _enter(
+        "all_to_all",
+        sent * tensor.element_size(),
+        group,
+        operation,
+        tensor.dtype,
+        lambda: functional.all_to_all_single(tensor, receives, sends, group),
+    )
 
 
 def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch.Tensor:
     """The tensors of all ranks of `group`, stacked along a new leading dim; shapes must agree."""
     block = tensor.contiguous().unsqueeze(0)
-    if torch.compiler.is_compiling():
-        return funcol.wait_tensor(funcol.all_gather_single(block, 0, group))
-    if _recording:
-        _count("all_gather", tensor.numel() * tensor.element_size(), operation)
-    signature = (tuple(tensor.shape), tensor.dtype)
-    with agreement.collective("all_gather", group, operation, signature):
-        return funcol.wait_tensor(funcol.all_gather_single(block, 0, group))
+    return _enter(
+        "all_gather",
+        tensor.numel() * tensor.element_size(),
+        group,
+        operation,
+        (tensor.shape, tensor.dtype),
+        lambda: functional.all_gather_into_tensor(block, size_of(group), group),
+    )

@@ -127,17 +127,17 @@ def _counts(slabs: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
     return [sum(length for _, length in part) for part in slabs]
 
 
+def _slab(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The rows that one rank gets, joined along `dim`, as it will read them."""
+    parts = [local.narrow(dim, at, length) for at, length in ranges]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
 def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tensor:
     arrived: list[torch.Tensor | None] = []
     zero = None
     if not plan.silent:
-        slabs = [
-            torch.cat([local.narrow(dim, at, length) for at, length in part], dim)
-            if len(part) > 1
-            else local.narrow(dim, *part[0])
-            for part in plan.sends
-            if part
-        ]
+        slabs = [_slab(local, dim, part) for part in plan.sends if part]
         arrived, zero = _send_slabs(
             slabs, local, dim, _counts(plan.sends), plan.receives, group, operation
         )
@@ -165,7 +165,7 @@ def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tenso
 def slabs_of(
     block: torch.Tensor, steps: Sequence[tuple[int, Exchange]]
 ) -> list[list[torch.Tensor]]:
-    """Copies of the pieces of an assembled block that did not come from the local block.
+    """Copies of the pieces of an assembled block that came from other ranks.
 
     Args:
         block: what fetches along the dims of `steps`, one after the other, returned.
@@ -177,7 +177,7 @@ def slabs_of(
     for dim, plan in reversed(steps):
         at, row = 0, []
         for piece in plan.pieces:
-            if piece.source != "local":
+            if piece.source == "received":
                 row.append(block.narrow(dim, at, piece.length).clone())
             at += piece.length
         found.append(row)
@@ -205,14 +205,20 @@ def _inner(block: torch.Tensor, dim: int, plan: Exchange) -> torch.Tensor:
 
 
 def reassemble(
-    local: torch.Tensor, dim: int, plan: Exchange, slabs: Sequence[torch.Tensor]
+    local: torch.Tensor,
+    dim: int,
+    plan: Exchange,
+    slabs: Sequence[torch.Tensor],
+    fill: float = 0.0,
 ) -> torch.Tensor:
     """The assembled block from the local one and the slabs of one step."""
-    slabs = list(slabs)
-    parts = [
-        _take(local, dim, piece) if piece.source == "local" else slabs.pop(0)
-        for piece in plan.pieces
-    ]
+    left = list(slabs)
+    parts = []
+    for piece in plan.pieces:
+        if piece.source == "fill":
+            parts.append(local.new_full(_shaped(local, dim, piece.length), fill))
+        else:
+            parts.append(_take(local, dim, piece) if piece.source == "local" else left.pop(0))
     return torch.cat(parts, dim)
 
 

@@ -94,7 +94,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dims, counts, groups, operation):
-        held = prod(x.shape[dim] for dim in dims)
+        held = prod([x.shape[dim] for dim in dims])
         mean = x.sum(dims, keepdim=True, dtype=accumulation_dtype(x.dtype)) / max(held, 1)
         second = (x - mean).square_().sum(dims, keepdim=True)
         mean, variance = merge(mean, second, counts, groups, operation)

@@ -86,7 +86,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Split -> replicated. The gradient of a replicated value is replicated: each takes its part."""
+    """Split -> replicated. The gradient of a replicated value is replicated: take a part."""
 
     @staticmethod
     def forward(ctx, local, dim, runs, plan, group, operation):

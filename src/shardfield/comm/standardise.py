@@ -29,15 +29,12 @@ class Scope:
     Attributes:
         counts: elements that every rank contributes, in the order of `moments.counts_over`.
         groups: process groups of the ranks.
+        total: elements of all ranks.
     """
 
     counts: tuple[int, ...]
     groups: tuple[str, ...]
-
-    @property
-    def total(self) -> int:
-        """Elements of all ranks."""
-        return sum(self.counts)
+    total: int
 
 
 def standardise(
@@ -52,7 +49,7 @@ def standardise(
 
     Args:
         x: this rank's block as (B, G, K, L): G statistics, each over B x K x L elements and ranks.
-        weight, bias: whatever broadcasts to `x`: (1, G, K, 1) per channel, (1, 1, 1, L) per element.
+        weight, bias: broadcast to `x`: (1, G, K, 1) per channel, or (1, 1, 1, L) per element.
 
     Returns:
         The result, in the type of accumulation; mean and biased variance (1, G, 1, 1), without

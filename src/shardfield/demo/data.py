@@ -22,9 +22,9 @@ class Volume:
     image: Tensor
     target: Tensor
 
-    def to(self, *where: torch.device | torch.dtype | str) -> "Volume":
-        """The same volume on a device, in a dtype; arguments as in `Tensor.to`."""
-        return Volume(self.image.to(*where), self.target.to(*where))
+    def to(self, device: str, dtype: torch.dtype = torch.float32) -> "Volume":
+        """The same volume on a device, in a dtype."""
+        return Volume(self.image.to(device, dtype), self.target.to(device, dtype))
 
 
 def load_volume() -> Volume:

@@ -1,15 +1,12 @@
 """What one training step costs: bytes kept for backward, peak bytes, bytes sent."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
-import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from shardfield.comm import record_traffic
+from shardfield.tools.memory import kept_bytes
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class StepCost:
 def measure_step(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], None], resident: Iterable[Tensor]
 ) -> tuple[Tensor, StepCost]:
-    """Runs one step and counts its bytes.
+    """Runs one step and counts its bytes; the forward runs two times more for that.
 
     Args:
         forward: computes the loss.
@@ -43,13 +40,18 @@ def measure_step(
         The loss and the cost.
     """
     resident = list(resident)
-    on_cuda = resident[0].is_cuda
+    device = resident[0].device
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        losses.append(forward())
+        backward(losses[0])
+
+    kept = kept_bytes(forward, device, runs=2).kept
     with record_traffic() as traffic:
-        memory = _cuda_memory if on_cuda else _cpu_memory
-        loss, kept, peak = memory(forward, backward)
-    if not on_cuda:
-        peak += storage_bytes(resident)
-    return loss, StepCost(kept, peak, traffic.bytes, len(traffic.collectives))
+        peak = kept_bytes(step, device).peak
+    peak += storage_bytes(resident)
+    return losses[0], StepCost(kept, peak, traffic.bytes, len(traffic.collectives))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -60,30 +62,3 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _cpu_memory(forward, backward) -> tuple[Tensor, int, int]:
-    with _allocator_events() as in_forward:
-        loss = forward()
-    with _allocator_events() as in_backward:
-        backward(loss)
-    return loss, sum(in_forward), max(accumulate(in_forward + in_backward))
-
-
-def _cuda_memory(forward, backward) -> tuple[Tensor, int, int]:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss = forward()
-    kept = torch.cuda.memory_allocated() - before
-    backward(loss)
-    return loss, kept, torch.cuda.max_memory_allocated()
-
-
-@contextmanager
-def _allocator_events() -> Iterator[list[int]]:
-    """Collects the sizes that the CPU allocator hands out (positive) and takes back (negative)."""
-    sizes: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        yield sizes
-    events = recorded.profiler.kineto_results.events()  # pyright: ignore
-    sizes += [event.nbytes() for event in events if event.name() == "[memory]"]  # pyright: ignore

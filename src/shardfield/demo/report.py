@@ -25,7 +25,7 @@ def table(reference: Run, sharded: list[Run], sizes: list[int], threads: int) ->
     result = Table(
         title=f"MONAI UNet on the MNI152 T1, threads per rank: {threads}",
         caption=(
-            "float32 runs part by rounding: one process sums 10 million voxels in another order.\n"
+            "float32 runs part by rounding: sums over ten million voxels.\n"
             "Bytes: tensors in float32, on the rank that has most."
         ),
     )

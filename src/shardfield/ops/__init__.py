@@ -9,11 +9,12 @@ from shardfield.registry import resolve_all
 
 
 def _torch_functions():
-    for place in (torch, torch.Tensor, torch.nn.functional, torch.special, torch._C._nn):
+    nn = getattr(torch._C, "_nn")  # noqa: B009
+    for place in (torch, torch.Tensor, torch.nn.functional, torch.special, nn):
         for name in dir(place):
             found = getattr(place, name, None)
             if hasattr(type(found), "__get__") and not callable(found):
-                yield found.__get__
+                yield getattr(found, "__get__")  # noqa: B009
             elif callable(found) and not isinstance(found, type):
                 yield found
 

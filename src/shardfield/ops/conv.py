@@ -34,14 +34,13 @@ def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
 def _check(op, layout: Layout, dims: int) -> int:
     """Number of leading dims before the spatial ones; refuses what has no exact plan."""
     lead = len(layout.dims) - dims
-    shape = f"{op.__name__} of an input with {len(layout.dims)} dims"
     if lead not in (1, 2):
-        raise unsupported(op, shape)
+        raise unsupported(op, f"its input has {len(layout.dims)} dims", args=(layout,))
     if layout.is_split(lead - 1):
-        raise unsupported(op, f"its channels (dim {lead - 1}) are split")
+        raise unsupported(op, f"its channels (dim {lead - 1}) are split", args=(layout,))
     for dim in range(lead, len(layout.dims)):
         if layout.contiguous(dim) is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges")
+            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
     return lead
 
 
@@ -93,7 +92,7 @@ def conv(
             return op(F.pad(block, flat), weight, bias, stride, 0, dilation, groups)
         return op(block, weight, bias, stride, padding, dilation, groups)
 
-    return windowed(input, plan, act, 0.0, (weight, bias))
+    return windowed(input, plan, act, 0.0, weight, bias)
 
 
 def _uneven(pads: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
@@ -166,4 +165,4 @@ def conv_transpose(
     def act(block):
         return op(block, weight, bias, stride, pads, extras, groups, dilation)
 
-    return windowed(input, plan, act, 0.0, (weight, bias))
+    return windowed(input, plan, act, 0.0, weight, bias)

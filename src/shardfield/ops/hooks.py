@@ -1,8 +1,8 @@
 """Full backward hooks of modules: they see global gradients, as everything else does.
 
-torch hangs these hooks on a node of the local graph, where gradients are local and plain. Between two
-identities, of which the later one's backward retypes the gradient and the earlier one's opens it
-again, the node sees ShardTensors.
+torch hangs these hooks on a node of the local graph, which hands them local, plain gradients.
+Between two identities, of which the outer backward retypes the gradient and the inner one opens
+it again, the node sees ShardTensors.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -18,9 +19,6 @@ _T = torch.Tensor
 
 Cut = tuple[int, int, int]
 """Rows `start, start+step, ...` before `stop` of one dim; as `slice.indices` gives them."""
-
-
-# --- Slices: pure ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,9 +104,6 @@ def cut_of(index: slice, size: int) -> Cut:
     return start, max(start, stop), step
 
 
-# --- Slices: act ----------------------------------------------------------------------------------
-
-
 def sliced(op, local: torch.Tensor, layout: Layout, wanted: tuple[Cut | None, ...]):
     """This rank's rows of a slice: (local, its layout, whether data moved).
 
@@ -178,9 +173,7 @@ def _pieces(op, input: ShardTensor, dim: int, lengths: Sequence[int]) -> tuple[t
             for part in local_of(input).split(list(lengths), dim)
         )
     points = cuts(lengths)
-    return tuple(
-        _slice(op, input, dim, (a, b, 1)) for a, b in zip(points, points[1:], strict=False)
-    )
+    return tuple(_slice(op, input, dim, (a, b, 1)) for a, b in pairwise(points))
 
 
 @constant
@@ -205,10 +198,11 @@ def split(op, tensor, split_size_or_sections=None, dim=0, *, split_size=None):
         if sum(given) != size or min(given, default=0) < 0:
             raise RuntimeError(
                 "split_with_sizes expects split_sizes to sum exactly to "
-                f"{size} (input tensor's size at dimension {dim}), but got split_sizes={list(given)}"
+                f"{size} (input tensor's size at dimension {dim}), but got "
+                f"split_sizes={list(given)}"
             )
         return _pieces(op, tensor, dim, given)
-    if given < 0 or (given == 0 and size):
+    if given is None or given < 0 or (given == 0 and size):
         raise RuntimeError(f"split expects split_size be non-negative, but got split_size={given}")
     return _pieces(op, tensor, dim, _equal(size, given))
 
@@ -241,6 +235,8 @@ def tensor_split(op, input, indices_or_sections=None, dim=0, *, indices=None, se
         return _pieces(op, input, dim, [full + (part < more) for part in range(given)])
     if isinstance(given, torch.Tensor):
         raise unsupported(op, "it is cut at rows given by a tensor", args=(input,))
+    if given is None:
+        raise unsupported(op, "neither rows nor a number of parts is given", args=(input,))
     points = [slice(0, at).indices(size)[1] for at in given]
     return tuple(
         _slice(op, input, dim, (a, max(a, b), 1))
@@ -290,9 +286,6 @@ def _refuse_split(op, input: ShardTensor, dim: int) -> None:
             "indexing",
             (input,),
         )
-
-
-# --- x[...] ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -504,7 +497,7 @@ def setitem(op, input, index, value):
         return
     local, here, _ = sliced(op, local_of(input), input._layout, parsed.cuts)
     # A row taken by an int keeps its dim, so that only its owner writes.
-    rows = [dim for dim in parsed.ints]
+    rows = list(parsed.ints)
     target = result(local, here)
     if isinstance(value, torch.Tensor):
         value = _rows_kept(value, parsed, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -67,7 +68,7 @@ def cat_plan(dim: int, *operands) -> JoinPlan:
     if mesh.size(axes) == 1:
         return JoinPlan(out, tuple(targets))
     points = cuts(extents)
-    wanted = tuple((Segment(a, b - a),) for a, b in zip(points, points[1:], strict=False))
+    wanted = tuple((Segment(a, b - a),) for a, b in pairwise(points))
     plan = exchange(_joined_runs(dims, sizes), wanted, mesh.rank(axes))
     return JoinPlan(out, tuple(targets), plan, mesh.group(axes))
 

@@ -1,4 +1,4 @@
-"""Losses, and softmax along an unsplit dim. A reduced loss is a plain tensor, alike on all ranks."""
+"""Losses, and softmax along an unsplit dim. A reduced loss is plain and alike on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
-from shardfield.registry import current_operation, groups_of, name_of, register, unsupported
+from shardfield.registry import current_operation, groups_of, name_of, register, unsupported, used
 from shardfield.tensor import ShardTensor, describe, local_of, wrap
 
 Tensor = torch.Tensor
@@ -30,22 +30,38 @@ def _groups(layout: Layout) -> tuple[str, ...]:
     return groups_of(layout, layout.split_axes)
 
 
-def _part(op, value: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of an operand, which has to have the shape of `layout`.
+def _layout(x: Tensor) -> Layout:
+    """The layout of an operand that is a ShardTensor."""
+    return x.layout  # type: ignore[return-value]
+
+
+def _part(op, value: Tensor, target: Layout, computed: Layout) -> Tensor:
+    """This rank's part of an operand, which has to have the shape of `target`.
+
+    A move takes and gives replicated cotangents: the sum of the gradient over axes on which the
+    operand is whole and the loss (`computed`) split comes after it.
 
     Comm: for a ShardTensor in another layout, what moving it takes.
     """
-    if tuple(value.shape) != layout.shape:
+    if tuple(value.shape) != target.shape:
         raise LayoutError(
-            f"{name_of(op)} of {describe(value)} beside one of layout {layout}",
+            f"{name_of(op)} of {describe(value)} beside one of layout {target}",
             "operands of a loss have one global shape; a plain tensor beside a sharded one is a "
             "replicated global value, never this rank's part",
             "pass the whole tensor, or ShardTensor.from_local(part, mesh, placements)",
             "mixing",
         )
-    if isinstance(value, ShardTensor):
-        return move(local_of(value), value.layout, layout, _operation())
-    return part_of_plain(value, layout)
+    if not isinstance(value, ShardTensor):
+        return part_of_plain(used(value, computed.split_axes, computed), target)
+    if value.layout is computed:
+        return local_of(value)
+    moved = move(local_of(value), value.layout, target, _operation())
+    return used(moved, _missing(target, computed), computed)
+
+
+@constant
+def _missing(target: Layout, computed: Layout) -> tuple[str, ...]:
+    return tuple(axis for axis in computed.split_axes if axis not in target.split_axes)
 
 
 def _reduction(reduction: str, size_average, reduce) -> str:
@@ -64,9 +80,6 @@ def _result_dtype(local: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(local.device.type):
         return accumulation_dtype(local.dtype)
     return local.dtype
-
-
-# --- Elementwise losses -----------------------------------------------------------------------------
 
 
 @constant
@@ -103,13 +116,13 @@ def _elementwise(
         normalise: the mean divides by the sum of the weights, not by the number of elements.
         options: arguments of the operation; tensors among them broadcast to the input.
     """
-    layout = input.layout if isinstance(input, ShardTensor) else target.layout
-    local, wanted = _part(op, input, layout), _part(op, target, layout)
+    layout = _layout(input) if isinstance(input, ShardTensor) else _layout(target)
+    local, wanted = _part(op, input, layout, layout), _part(op, target, layout, layout)
     if weight is not None:
         options["weight"] = weight
     for name, value in options.items():
         if isinstance(value, Tensor):
-            options[name] = _part(op, value, _broadcasting(layout, tuple(value.shape)))
+            options[name] = _part(op, value, _broadcasting(layout, tuple(value.shape)), layout)
     if reduction == "none":
         return wrap(op(local, wanted, reduction="none", **options), layout)
     groups = _groups(layout)
@@ -129,7 +142,7 @@ def _elementwise(
     return reduce_sum(partial, groups, _operation()).to(_result_dtype(local))
 
 
-@register(F.mse_loss)
+@register(F.mse_loss, uses=False)
 def mse_loss(
     op, input, target, size_average=None, reduce=None, reduction="mean", weight=None
 ) -> Tensor:
@@ -142,7 +155,7 @@ def mse_loss(
     return _elementwise(op, input, target, reduction, weight, normalise=True)
 
 
-@register(F.l1_loss)
+@register(F.l1_loss, uses=False)
 def l1_loss(
     op, input, target, size_average=None, reduce=None, reduction="mean", weight=None
 ) -> Tensor:
@@ -158,7 +171,7 @@ def l1_loss(
 
 
 def _has_lost_weight() -> bool:
-    """Whether the running `F.l1_loss` was given a weight, which torch 2.13 drops on its way here."""
+    """Whether the running `F.l1_loss` had a weight, which torch 2.13 drops on its way here."""
     if torch.compiler.is_compiling():
         return False
     frame = sys._getframe(1)
@@ -169,7 +182,7 @@ def _has_lost_weight() -> bool:
     return False
 
 
-@register(F.smooth_l1_loss)
+@register(F.smooth_l1_loss, uses=False)
 def smooth_l1_loss(
     op, input, target, size_average=None, reduce=None, reduction="mean", beta=1.0
 ) -> Tensor:
@@ -177,13 +190,13 @@ def smooth_l1_loss(
     return _elementwise(op, input, target, _reduction(reduction, size_average, reduce), beta=beta)
 
 
-@register(F.huber_loss)
+@register(F.huber_loss, uses=False)
 def huber_loss(op, input, target, reduction="mean", delta=1.0, weight=None) -> Tensor:
     """Squared near zero, absolute elsewhere. Layout, Comm: as `mse_loss`."""
     return _elementwise(op, input, target, reduction, weight, delta=delta)
 
 
-@register(F.binary_cross_entropy)
+@register(F.binary_cross_entropy, uses=False)
 def binary_cross_entropy(
     op, input, target, weight=None, size_average=None, reduce=None, reduction="mean"
 ) -> Tensor:
@@ -191,7 +204,7 @@ def binary_cross_entropy(
     return _elementwise(op, input, target, _reduction(reduction, size_average, reduce), weight)
 
 
-@register(F.binary_cross_entropy_with_logits)
+@register(F.binary_cross_entropy_with_logits, uses=False)
 def binary_cross_entropy_with_logits(
     op,
     input,
@@ -207,7 +220,7 @@ def binary_cross_entropy_with_logits(
     return _elementwise(op, input, target, reduction, weight, pos_weight=pos_weight)
 
 
-@register(F.kl_div)
+@register(F.kl_div, uses=False)
 def kl_div(
     op, input, target, size_average=None, reduce=None, reduction="mean", log_target=False
 ) -> Tensor:
@@ -215,9 +228,6 @@ def kl_div(
     if reduction != "batchmean":
         reduction = _reduction(reduction, size_average, reduce)
     return _elementwise(op, input, target, reduction, log_target=log_target)
-
-
-# --- Classification ---------------------------------------------------------------------------------
 
 
 @constant
@@ -246,15 +256,15 @@ def _class_layouts(op, given: Layout, index: bool, classes: int | None):
 def _classify(op, input, target, weight, ignore_index, reduction, **options) -> Tensor:
     index = not target.is_floating_point()
     if isinstance(input, ShardTensor):
-        given, classes = input.layout, None
+        given, classes = _layout(input), None
     else:
-        given = target.layout
+        given = _layout(target)
         classes = input.shape[1 if input.dim() > 1 else 0] if index else None
     if isinstance(weight, ShardTensor):
         raise unsupported(op, "class weights are a plain tensor", args=(weight,))
     layout, rows = _class_layouts(op, given, index, classes)
-    local = _part(op, input, layout)
-    wanted = _part(op, target, rows if index else layout)
+    local = _part(op, input, layout, layout)
+    wanted = _part(op, target, rows if index else layout, layout)
     options |= {"weight": weight}
     if index:
         options["ignore_index"] = ignore_index
@@ -279,7 +289,7 @@ def _classify(op, input, target, weight, ignore_index, reduction, **options) -> 
     return reduce_sum(partial, groups, _operation()).to(_result_dtype(local))
 
 
-@register(F.cross_entropy)
+@register(F.cross_entropy, uses=False)
 def cross_entropy(
     op,
     input,
@@ -304,7 +314,7 @@ def cross_entropy(
     )
 
 
-@register(F.nll_loss)
+@register(F.nll_loss, uses=False)
 def nll_loss(
     op,
     input,

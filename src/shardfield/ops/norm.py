@@ -74,7 +74,7 @@ def _plan(
     if not groups and not whole:
         return NormPlan(dims, None, parameters)
     counts = tuple(count * max(unit, 1) for count in counts_over(layout, dims, axes))
-    return NormPlan(dims, Scope(counts, groups), parameters)
+    return NormPlan(dims, Scope(counts, groups, sum(counts)), parameters)
 
 
 def _operation() -> str | None:
@@ -108,9 +108,6 @@ def _more_than_one(op, layout: Layout, count: int) -> None:
         )
 
 
-# --- Batch and instance norm ------------------------------------------------------------------------
-
-
 @register(F.batch_norm)
 def batch_norm(
     op,
@@ -133,7 +130,7 @@ def batch_norm(
     layout, local = input.layout, local_of(input)
     dims = tuple(d for d in range(len(layout.dims)) if d != 1)
     plan = _plan(op, layout, dims, (1,), 0)
-    count = prod(layout.shape[d] for d in dims)
+    count = prod([layout.shape[d] for d in dims])
     if training:
         _more_than_one(op, layout, count)
     if not training or plan.scope is None:
@@ -231,9 +228,6 @@ def _per_sample(parameter: Tensor | None, samples: int, groups: int, per: int) -
     return parameter.expand(samples, groups * per).reshape(1, samples * groups, per, 1)
 
 
-# --- Group norm -------------------------------------------------------------------------------------
-
-
 @register(F.group_norm, torch.group_norm)
 def group_norm(
     op,
@@ -300,9 +294,6 @@ def _unfilled(y: Tensor, block: Tensor, local: Tensor) -> Tensor:
     return y if block is local else y.reshape(-1)[:0].view(local.shape)
 
 
-# --- Layer and RMS norm -----------------------------------------------------------------------------
-
-
 @constant
 def _last_dims_plan(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
     """Plans statistics over the last dims, of global shape `shape`.
@@ -342,7 +333,7 @@ def layer_norm(
     if plan.scope is None:
         return wrap(torch.layer_norm(local, normalized_shape, weight, bias, eps), layout)
     dims = plan.dims
-    held = prod(local.shape[d] for d in dims)
+    held = prod([local.shape[d] for d in dims])
     rows = prod(local.shape[: dims[0]])
     weight, bias = _part(weight, plan), _part(bias, plan)
     y, _, _ = standardise(
@@ -380,6 +371,7 @@ def rms_norm(
     square = reduce_sum(x.square().sum(plan.dims, keepdim=True), plan.scope.groups, _operation())
     scale = (square / plan.scope.total + eps).rsqrt()
     y = x * use(scale, plan.scope.groups, _operation())
+    weight = _part(weight, plan)
     if weight is not None:
-        y = y * _part(weight, plan)
+        y = y * weight
     return _result(y, input)

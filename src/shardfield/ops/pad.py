@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,6 @@ from shardfield.layout import Factor, Layout, cuts, even_extents, extents_of
 from shardfield.plan import FILL, Exchange, Segment, exchange, runs_of
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, result
-from shardfield.windowed import nothing
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,11 +25,13 @@ class PadPlan:
         layout: of the result.
         steps: (dim, fetch, group) of every padded dim that is split over more than one rank.
         rest: torch's argument for the other dims.
+        pieces: (dim, rows) of the other dims where torch's own operation is not used.
     """
 
     layout: Layout
     steps: tuple[tuple[int, Exchange, str], ...]
     rest: tuple[int, ...]
+    pieces: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
 
 
 def padded_rows(
@@ -76,7 +79,10 @@ def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
     """
     F.pad(torch.empty(layout.shape, device="meta"), list(pad), mode)
     mesh = layout.mesh
-    changes, steps, rest = {}, [], list(pad)
+    changes, steps, pieces, rest = {}, [], [], list(pad)
+    # torch's operations refuse empty shards, and their gradients depend on the input only where
+    # there is one; all ranks have to build the same graph.
+    by_pieces = mode != "constant" and mesh.size(layout.split_axes) > 1
     for index in range(0, len(pad), 2):
         before, after = pad[index : index + 2]
         dim = len(layout.dims) - 1 - index // 2
@@ -87,6 +93,10 @@ def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
             raise RuntimeError(f"pad {pad} wraps dim {dim} of {layout.shape} more than once")
         if not axes:
             changes[dim] = (Factor(size + before + after),)
+            if by_pieces:
+                rest[index : index + 2] = 0, 0
+                crop = (max(0, -before), max(0, -after))
+                pieces.append((dim, padded_rows(mode, -before, size + after, size, crop)))
             continue
         have = layout.extents(dim) or even_extents(size, mesh.size(axes))
         extents = padded_extents(have, before, after)
@@ -96,12 +106,11 @@ def pad_plan(layout: Layout, pad: tuple[int, ...], mode: str) -> PadPlan:
         rest[index : index + 2] = 0, 0
         points, crop = cuts(extents), (max(0, -before), max(0, -after))
         wanted = tuple(
-            padded_rows(mode, a - before, b - before, size, crop)
-            for a, b in zip(points, points[1:], strict=False)
+            padded_rows(mode, a - before, b - before, size, crop) for a, b in pairwise(points)
         )
         plan = exchange(runs_of(layout.dims[dim]), wanted, mesh.rank(axes))
         steps.append((dim, plan, mesh.group(axes)))
-    return PadPlan(layout.replace(changes), tuple(steps), tuple(rest))
+    return PadPlan(layout.replace(changes), tuple(steps), tuple(rest), tuple(pieces))
 
 
 @register(F.pad, torch.constant_pad_nd, uses=False)
@@ -113,14 +122,26 @@ def pad(op, input: ShardTensor, pad, mode="constant", value=None) -> torch.Tenso
         pad repeats.
     """
     if op is torch.constant_pad_nd:
-        mode, value = "constant", 0 if mode == "constant" else mode
+        mode, value = "constant", 0.0 if isinstance(mode, str) else mode
     plan = pad_plan(input._layout, tuple(pad), mode)
+    fill: Any = value or 0.0
     local = local_of(input)
     for dim, step, group in plan.steps:
-        local = fetch(local, dim, step, group, value or 0.0, op.__name__)
-    if not plan.steps or any(plan.rest):
-        if 0 in plan.layout.local_shape and 0 not in plan.layout.shape:  # torch may refuse these
-            local = nothing(plan.layout.local_shape, (local,))
-        else:
-            local = F.pad(local, list(plan.rest), mode, value)
+        local = fetch(local, dim, step, group, fill, op.__name__)
+    for dim, segments in plan.pieces:
+        local = torch.cat([_rows(local, dim, segment) for segment in segments], dim)
+    if any(plan.rest) or not (plan.steps or plan.pieces):
+        local = F.pad(local, list(plan.rest), mode, fill if mode == "constant" else None)
     return result(local, plan.layout)
+
+
+def _rows(local: torch.Tensor, dim: int, segment: Segment) -> torch.Tensor:
+    start, length = segment.start, segment.length
+    assert start is not None
+    if segment.step == 0:
+        shape = list(local.shape)
+        shape[dim] = length
+        return local.narrow(dim, start, 1).expand(shape)
+    if segment.step == -1:
+        return local.narrow(dim, start - length + 1, length).flip(dim)
+    return local.narrow(dim, start, length)

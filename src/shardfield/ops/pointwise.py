@@ -316,7 +316,7 @@ def ask_local(op, input, *args, **kwargs):
     return op(local_of(input), *args, **kwargs)
 
 
-@register(_T._base.__get__, uses=False)
+@register(vars(torch._C.TensorBase)["_base"].__get__, uses=False)
 def no_base(op, input, *_):
     """The base of a view is a plain tensor, which FSDP2 and the compiler must not meet."""
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,6 @@ _DIMS = {
     F.max_pool1d_with_indices: 1,
     F.max_pool2d_with_indices: 2,
     F.max_pool3d_with_indices: 3,
-    torch._C._nn.max_pool2d_with_indices: 2,
-    torch._C._nn.max_pool3d_with_indices: 3,
     F.avg_pool1d: 1,
     F.avg_pool2d: 2,
     F.avg_pool3d: 3,
@@ -47,8 +45,6 @@ _WITH_INDICES = (
     F.max_pool1d_with_indices,
     F.max_pool2d_with_indices,
     F.max_pool3d_with_indices,
-    torch._C._nn.max_pool2d_with_indices,
-    torch._C._nn.max_pool3d_with_indices,
     F.adaptive_max_pool1d_with_indices,
     F.adaptive_max_pool2d_with_indices,
     F.adaptive_max_pool3d_with_indices,
@@ -91,10 +87,10 @@ def _spatial(op, layout: Layout, dims: int) -> int:
     """Number of dims before the spatial ones, which may be split anyhow."""
     lead = len(layout.dims) - dims
     if lead not in (1, 2):
-        raise unsupported(op, f"its input has {len(layout.dims)} dims")
+        raise unsupported(op, f"its input has {len(layout.dims)} dims", args=(layout,))
     for dim in range(lead, len(layout.dims)):
         if layout.contiguous(dim) is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges")
+            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
     return lead
 
 
@@ -154,8 +150,6 @@ def _inside(start: int, kernel: int, size: int, edge: int) -> int:
     F.max_pool1d_with_indices,
     F.max_pool2d_with_indices,
     F.max_pool3d_with_indices,
-    torch._C._nn.max_pool2d_with_indices,
-    torch._C._nn.max_pool3d_with_indices,
     uses=False,
 )
 def max_pool(
@@ -169,7 +163,10 @@ def max_pool(
     return_indices=False,
 ):
     """Exact for every window and split; indices are global. Comm: one fetch per split dim."""
-    dims, indexed = _dims_of(op)
+    dims, named = _dims_of(op)
+    # Dynamo passes the function that decides by `return_indices`, eager torch the one it chose.
+    indexed = named or return_indices
+    more = {"return_indices": True} if indexed else {}
     kernel = _each(kernel_size, dims)
     steps = _each(stride, dims) if stride else kernel
     padding, dilation = _each(padding, dims), _each(dilation, dims)
@@ -179,7 +176,7 @@ def max_pool(
 
     def act(block):
         nonlocal indices
-        out = op(block, kernel, steps, plan.padding, dilation, ceil_mode)
+        out = op(block, kernel, steps, plan.padding, dilation, ceil_mode, **more)
         if not indexed:
             return out
         indices = out[1]
@@ -187,7 +184,7 @@ def max_pool(
             indices = _global_indices(indices, block.shape[lead:], plan.starts, input.shape[lead:])
         return out[0]
 
-    values = windowed(input, plan.window, act, _lowest(input.dtype))
+    values = windowed(input, plan.window, act, _lowest(input.dtype), curved=True)
     if not indexed:
         return values
     if indices is None:
@@ -201,7 +198,7 @@ def _lowest(dtype: torch.dtype) -> float:
 
 def _global_indices(indices, block, starts, size) -> torch.Tensor:
     """Flat positions in this rank's block -> flat positions in the global spatial dims."""
-    flat, scale = 0, 1
+    flat, scale = torch.zeros_like(indices), 1
     for rows, start, whole in zip(reversed(block), reversed(starts), reversed(size), strict=True):
         # A window of nothing but -inf names its first row, which may be fill: name a real one.
         at = (indices % rows + start).clamp(0, whole - 1)
@@ -249,10 +246,7 @@ def avg_pool(
                 out = out * ratio.view(-1, *(1,) * (out.dim() - 1 - dim))
         return out
 
-    return windowed(input, plan.window, act)
-
-
-# --- Adaptive pooling ----------------------------------------------------------------------------
+    return windowed(input, plan.window, act, curved=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -288,7 +282,7 @@ def adaptive_window(extents: tuple[int, ...], out: int) -> DimPlan:
     if out != size:
         points = centre_cuts(points, out, 2 * size, size, 2 * out)
     wanted = []
-    for a, b in zip(points, points[1:], strict=False):
+    for a, b in pairwise(points):
         first, last = adaptive_range(a, size, out)[0], adaptive_range(b - 1, size, out)[1]
         wanted.append((Segment(first, last - first),) if b > a else ())
     return DimPlan(out, extents_of(points), tuple(wanted))
@@ -408,9 +402,11 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
     layout = input.layout
     lead, asked = _adaptive_sizes(op, layout, output_size)
     plan = _adaptive_plan(layout, lead, asked, True)
-    if _dims_of(op)[1]:
+    if return_indices or _dims_of(op)[1]:
         if any(layout.is_split(dim) for dim in range(lead, len(layout.dims))):
-            raise unsupported(op, "the positions of maxima of a split dim are not computed")
+            raise unsupported(
+                op, "the positions of maxima of a split dim are not computed", args=(layout,)
+            )
         values, indices = op(local_of(input), output_size, return_indices=True)
         return wrap(values, plan.layout), wrap(indices, plan.layout)
     dims = tuple(step.dim for step in plan.window.steps)
@@ -432,11 +428,9 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
     if plan.single:
         operation = None if torch.compiler.is_compiling() else current_operation()
         best = move(best, plan.window.layout, plan.gathered, operation)
-        rest = [None] * len(sizes)
+        rest: list[int | None] = [None] * len(sizes)
         for dim in plan.single:
             rest[dim - lead] = 1
-        if best.numel():
-            best = _sized(op, best, rest)
-        else:
-            best = nothing(plan.layout.local_shape, (best,))
+        empty = (plan.layout.local_shape, (best,))
+        best = _sized(op, best, rest) if best.numel() else nothing(*empty)
     return result(best, plan.layout)

@@ -50,9 +50,6 @@ Ranges = tuple[tuple[int, int, int], ...]
 """(first, count, stride) of every factor of some dims: where this rank's elements lie."""
 
 
-# --- Keys and hashes -----------------------------------------------------------------------------
-
-
 @constant
 def _ranges(layout: Layout) -> tuple[Ranges, Ranges]:
     """This rank's ranges of the leading and of the trailing dims, cut by the global shape alone."""
@@ -216,9 +213,6 @@ def _integers(layout: Layout, key: Tensor, low: int, high: int, dtype: torch.dty
     return bits.fill(dtype, values)
 
 
-# --- Dropout -------------------------------------------------------------------------------------
-
-
 def _check_p(p: float) -> None:
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -303,9 +297,6 @@ def alpha_dropout(op, input: ShardTensor, p=0.5, training=False, inplace=False) 
     return wrap(out, input.layout)
 
 
-# --- Like another tensor, and in place -----------------------------------------------------------
-
-
 def _cast(op, input: ShardTensor, dtype, device, generator=None, memory_format=None):
     if generator is not None:
         raise unsupported(op, "only the default generator is known to agree on all ranks")
@@ -355,7 +346,7 @@ def randint_like(
     dtype = _cast(op, input, dtype, device, generator)
     if bounds:
         low, high = bounds if len(bounds) == 2 else (low, bounds[0])
-    if high <= low:
+    if high is None or high <= low:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got {low} >= {high}")
     local = _integers(input.layout, draw_key(input.device), int(low), int(high), dtype)
     return _finished(local, input.layout, requires_grad)
@@ -438,9 +429,6 @@ def uniform_(op, input: ShardTensor, *bounds, generator=None, **named) -> ShardT
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but got {low} > {high}")
     values = _uniform(input.layout, draw_key(input.device), input.dtype)
     return _written(op, input, values.mul_(high - low).add_(low))
-
-
-# --- Factories -----------------------------------------------------------------------------------
 
 
 def _made(make, shape, mesh, placements, sizes, dtype, requires_grad) -> Tensor:

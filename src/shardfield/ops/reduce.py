@@ -79,6 +79,11 @@ def _reduction(op, layout: Layout, dim, keepdim: bool) -> Reduction:
     )
 
 
+@constant
+def _name(op) -> str:
+    return op.__name__
+
+
 def _operation(op) -> str | None:
     return None if torch.compiler.is_compiling() else current_operation()
 
@@ -97,9 +102,6 @@ def _no_out(op, out, input) -> None:
 def _refuse_complex(op, input) -> None:
     if local_of(input).is_complex():
         raise unsupported(op, "complex elements along a split dim", args=(input,))
-
-
-# --- Sums and means ---------------------------------------------------------------------------------
 
 
 @register(torch.sum, Tensor.sum, torch.mean, Tensor.mean, uses=False)
@@ -143,9 +145,6 @@ def _default_dtype(local: Tensor, mean: bool) -> torch.dtype:
         wide = local.is_cuda and not mean and torch.is_autocast_enabled("cuda")
         return accumulation_dtype(local.dtype) if wide else local.dtype
     return local.dtype if local.is_complex() or mean else torch.int64
-
-
-# --- Variances --------------------------------------------------------------------------------------
 
 
 @register(
@@ -196,16 +195,13 @@ def spread(
         op(local)  # raises torch's own error, on every rank
     mean, variance = moments(local, plan.dims, plan.counts, plan.groups, _operation(op))
     variance = variance * plan.count / max(plan.count - correction, 0.0)
-    name = op.__name__
+    name = _name(op)
     found = variance.sqrt() if name.startswith("std") else variance
     parts = [found, mean] if name.endswith("mean") else [found]
-    wrapped = tuple(
+    wrapped = [
         result(part.to(local.dtype).reshape(plan.local_shape), plan.layout) for part in parts
-    )
-    return wrapped if len(wrapped) > 1 else wrapped[0]
-
-
-# --- Norms ------------------------------------------------------------------------------------------
+    ]
+    return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 
 @register(torch.linalg.vector_norm, uses=False)
@@ -231,8 +227,8 @@ def vector_norm(
     if not plan.groups:
         return result(op(local, ord, plan.dims, keepdim, dtype=dtype), plan.layout)
     if abs(ord) == float("inf"):
-        x = x if dtype is None else x.to(dtype)
-        return (torch.amax if ord > 0 else torch.amin)(x.abs(), plan.dims, keepdim)
+        sizes = (x if dtype is None else x.to(dtype)).abs()
+        return (torch.amax if ord > 0 else torch.amin)(sizes, plan.dims, keepdim)
     if ord == 0:
         count = (x != 0).sum(plan.dims, keepdim)
         return count.to(dtype or local.abs().dtype)
@@ -261,10 +257,9 @@ class _Norm(torch.autograd.Function):
         x, found = ctx.saved_tensors
         grad = use(grad, ctx.groups, ctx.operation)
         found = use(found, ctx.groups, ctx.operation)
-        if ctx.order == 2:
-            unit = x / found
-        else:
-            unit = x.sgn() * (x.abs() / found).pow(ctx.order - 1)
+        unit = x / found
+        if ctx.order != 2:
+            unit = x.sgn() * unit.abs().pow(ctx.order - 1)
         return (unit * grad).masked_fill(found == 0, 0), None, None, None, None
 
 
@@ -276,9 +271,6 @@ def norm(op, input: ShardTensor, p="fro", dim=None, keepdim=False, out=None, dty
         raise unsupported(op, f"the matrix norm {p!r} needs whole matrices", args=(input,))
     order = 2 if p is None or p == "fro" else p
     return torch.linalg.vector_norm(input, order, _dims(dim, None), keepdim, dtype=dtype)
-
-
-# --- Extrema ----------------------------------------------------------------------------------------
 
 
 @register(torch.amax, Tensor.amax, torch.amin, Tensor.amin, uses=False)
@@ -303,7 +295,7 @@ def extreme(
     plan = _reduction(op, input.layout, _dims(dim, axis), keepdim)
     if not plan.groups:
         return result(op(local_of(input), plan.dims, keepdim), plan.layout)
-    return _extreme(op, input, plan, op.__name__ == "amax", False)
+    return _extreme(op, input, plan, _name(op) == "amax", False)
 
 
 def _extreme(op, input: ShardTensor, plan: Reduction, largest: bool, nan_ties: bool) -> Tensor:
@@ -326,7 +318,7 @@ def extreme_or_pairs(
     Layout, Comm: as `amax`. With a dim it must be unsplit: then none.
     """
     _no_out(op, out, input)
-    largest = op.__name__ == "max"
+    largest = _name(op) == "max"
     other = dim if isinstance(dim, Tensor) else other
     if other is not None:
         return (torch.maximum if largest else torch.minimum)(input, other)
@@ -407,11 +399,8 @@ def truth(op, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, ou
     found = op(local_of(input), plan.dims, keepdim)
     sent = found.to(torch.uint8) if plan.groups else found
     for group in plan.groups:
-        sent = all_reduce(sent, group, _operation(op), "max" if op.__name__ == "any" else "min")
+        sent = all_reduce(sent, group, _operation(op), "max" if _name(op) == "any" else "min")
     return result(sent.to(found.dtype), plan.layout)
-
-
-# --- Reductions that are local along an unsplit dim -------------------------------------------------
 
 
 @register(
@@ -437,9 +426,6 @@ def along(op, input: ShardTensor, dim=None, keepdim: bool = False, **kwargs):
     if isinstance(found, tuple):
         return type(found)(result(part, plan.layout) for part in found)
     return result(found, plan.layout)
-
-
-# --- Python scalars ---------------------------------------------------------------------------------
 
 
 @register(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -187,7 +188,7 @@ def resize_dim(
     grid = exact and _on_grid(mode, size, out, align_corners, found)
     up, down = max(1, out // size), max(1, size // out)
     wanted, calls = [], []
-    for a, b in zip(points, points[1:], strict=False):
+    for a, b in pairwise(points):
         if b <= a:
             wanted.append(())
             calls.append(None)
@@ -221,7 +222,7 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
         size = layout.shape[dim]
         axes, extents = layout.axes(dim), layout.extents(dim)
         if axes and extents is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges")
+            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
         if size < 1 or out < 1:
             raise RuntimeError(
                 f"interpolate of {layout.shape} to {tuple(sizes)}: sizes must be > 0"
@@ -233,20 +234,21 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
             plans[dim] = DimPlan(out, (), ())
             continue
         if antialias and mesh.size(axes) > 1:
-            raise unsupported(op, f"antialias=True filters across the ranks that share dim {dim}")
+            rule = f"antialias=True filters across the ranks that share dim {dim}"
+            raise unsupported(op, rule, args=(layout,))
         plans[dim], calls = resize_dim(extents, out, mode, align_corners, scale, double)
         if mesh.size(axes) == 1:
             call.append(out)
             given.append(scale)
             continue
         rank = mesh.rank(axes)
-        segments = plans[dim].wanted[rank]
+        segments, local_call = plans[dim].wanted[rank], calls[rank]
         if not segments:
             local[dim] = ResizedDim(dim, None)
             call.append(0)
-        elif calls[rank] is not None:
-            local[dim] = ResizedDim(dim, calls[rank])
-            call.append(calls[rank][0])
+        elif local_call is not None:
+            local[dim] = ResizedDim(dim, local_call)
+            call.append(local_call[0])
         else:
             found = taps(mode, size, out, align_corners, scale, double)
             a = sum(plans[dim].extents[:rank])
@@ -306,7 +308,7 @@ def interpolate(
     """Exact for every size and split. Comm: one fetch of the rows read per split spatial dim."""
     sizes, scales = _sizes(input, size, scale_factor, recompute_scale_factor)
     if mode == "area":
-        return _AREA[len(sizes)](input, sizes if len(sizes) > 1 else sizes[0])
+        return _AREA[len(sizes)](input, sizes)
     if align_corners is not None and mode.startswith("nearest"):
         raise ValueError(
             "align_corners option can only be set with the interpolating modes: "
@@ -339,7 +341,7 @@ def interpolate(
 
 def _by_taps(block: torch.Tensor, part: ResizedDim) -> torch.Tensor:
     """Resizes one dim of a block by reading rows and weighing them, in float32 at least."""
-    total = None
+    parts = []
     shape = (-1, *(1,) * (block.dim() - 1 - part.dim))
     precision = torch.float64 if block.dtype == torch.float64 else torch.float32
     for tap, rows in enumerate(part.rows):
@@ -348,5 +350,5 @@ def _by_taps(block: torch.Tensor, part: ResizedDim) -> torch.Tensor:
         if part.weights:
             weight = torch.tensor(list(part.weights[tap]), dtype=precision, device=block.device)
             read = read * weight.view(shape)
-        total = read if total is None else total + read
-    return total
+        parts.append(read)
+    return sum(parts[1:], parts[0])

@@ -7,7 +7,7 @@ that writing into it is refused: the write would not reach the base.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -37,9 +37,6 @@ class ViewPlan:
     layout: Layout
     source: Layout | None = None
     target: Layout | None = None
-
-
-# --- Reshaping: pure ------------------------------------------------------------------------------
 
 
 def view_dims(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
@@ -174,9 +171,6 @@ def view_plan(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     return view_dims(layout, full_shape(prod(layout.shape), shape))
 
 
-# --- Reshaping: act -------------------------------------------------------------------------------
-
-
 def _sizes(args: tuple, named: dict) -> tuple[int, ...]:
     """Sizes passed one by one, as a sequence, or by keyword."""
     args = args or tuple(named.values())
@@ -304,9 +298,6 @@ def wrapped(dim: int, ndim: int) -> int:
     return dim % count
 
 
-# --- Dims of size 1 -------------------------------------------------------------------------------
-
-
 @constant
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
     at = wrapped(dim, len(layout.dims) + 1)
@@ -339,16 +330,22 @@ def squeeze(op, input, *dim, **named):
     return _act(op, input, _squeeze_plan(input._layout, dims), strict=True)
 
 
-# --- Other orders of the dims ---------------------------------------------------------------------
-
-
 @constant
 def _reordered(op, layout: Layout, args: tuple, names: tuple, values: tuple) -> Layout:
     # torch itself says where every dim goes: each has its own size here.
     marks = torch.empty(tuple(range(2, 2 + len(layout.dims))), device="meta")
     args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
-    order = op(marks, *args, **dict(zip(names, values, strict=True))).shape
-    return Layout(layout.mesh, [layout.dims[mark - 2] for mark in order])
+    return _in_order(layout, op(marks, *args, **dict(zip(names, values, strict=True))).shape)
+
+
+@constant
+def _reordered_by_property(name: str, layout: Layout) -> Layout:
+    marks = torch.empty(tuple(range(2, 2 + len(layout.dims))), device="meta")
+    return _in_order(layout, getattr(marks, name).shape)
+
+
+def _in_order(layout: Layout, marks: Sequence[int]) -> Layout:
+    return Layout(layout.mesh, [layout.dims[mark - 2] for mark in marks])
 
 
 def _constant(value):
@@ -372,23 +369,29 @@ def _constant(value):
     _T.t,
     torch.adjoint,
     _T.adjoint,
-    _T.T.__get__,  # type: ignore[attr-defined]
-    _T.mT.__get__,  # type: ignore[attr-defined]
-    _T.H.__get__,  # type: ignore[attr-defined]
-    _T.mH.__get__,  # type: ignore[attr-defined]
     uses=False,
 )
 def reorder(op, input, *args, **kwargs):
     """A local view whose dims carry their splits along. Comm: none."""
-    if getattr(op, "__name__", "") == "__get__":
-        args, kwargs = (), {}  # a property is called with the class it was found on
     constants = tuple([_constant(arg) for arg in args])
     values = tuple([_constant(value) for value in kwargs.values()])
     out = _reordered(op, input._layout, constants, tuple(kwargs), values)
     return marked(result(op(local_of(input), *args, **kwargs), out), input._moved)
 
 
-# --- Expanding ------------------------------------------------------------------------------------
+def _register_property(name: str, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def transposed(op, input, *_):
+        out = _reordered_by_property(name, input._layout)
+        return marked(result(act(local_of(input)), out), input._moved)
+
+    register(getattr(_T, name).__get__, uses=False)(transposed)
+
+
+# By methods, because Dynamo takes a property of an input for another input.
+_register_property("T", lambda local: local.permute(tuple(range(local.dim() - 1, -1, -1))))
+_register_property("mT", lambda local: local.transpose(-2, -1))
+_register_property("H", _T.adjoint)
+_register_property("mH", _T.adjoint)
 
 
 @constant
@@ -428,9 +431,6 @@ def expand_as(op, input, other):
     if not isinstance(input, ShardTensor):
         return input.expand(tuple(other.shape))
     return _expanded(op, input, tuple(other.shape))
-
-
-# --- Complex numbers and copies of rows -----------------------------------------------------------
 
 
 @constant

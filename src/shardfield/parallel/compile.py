@@ -40,6 +40,7 @@ class CompiledModule(torch.nn.Module):
         self._call = _boundary(module, options)
 
     def forward(self, *args, **kwargs):
+        """Calls the compiled forward of the original module."""
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str):

@@ -1,0 +1,133 @@
+"""Slices, rows, splits and index tensors, read and written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardfield.ops.index import rows_in
+from shardfield.testing import parity, refused
+
+X = torch.randn(3, 7, 9, generator=torch.Generator().manual_seed(0))
+SIZES = [
+    (4, 3),
+    (0, 7),
+    (1, 2),
+    (1, 8),
+    (1, 0, 6),
+    (3, 3, 3),
+    (0, 0, 3),
+    (1, 4, 0, 2),
+    (3, 3, 3, 0),
+]
+
+
+def check(fn, inputs, *args, **options):
+    """Parity of `fn` after some arithmetic, by which the harness tells a share from the whole."""
+    parity(lambda *xs: fn(*[x * x for x in xs]), inputs, *args, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_slices_stay_with_their_owners(dim):
+    def slices(x):
+        return (
+            x[1:],
+            x[..., ::2],
+            x[1:3, 2:7, 1:9:4],
+            x[:, 3:3, -3:],
+            x[:, None, 1::3, ..., None],
+            x.narrow(1, 2, 4),
+            *x.split([2, 0, 7], 2),
+            *x.chunk(2, 1),
+            *x.tensor_split(2, 0),
+        )
+
+    check(slices, [X], [dim], sizes=SIZES, output="sharded")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_row_of_a_split_dim_goes_to_every_rank(dim):
+    def rows(x):
+        return x[0] * 2, x[1, 2:], x[..., -1], x[:, None, 4], x.select(1, -1), x[1:2, 3, ..., 4]
+
+    check(rows, [X], [dim], sizes=SIZES, double=True)
+
+
+def test_rows_on_a_grid_of_ranks():
+    def rows(x):
+        return x[:, 3], x[:, 3, 4], x[:, 2:5, 4], x[:, 5:, ::2]
+
+    sizes = [{"h": (4, 3), "w": (1, 8)}, {"h": (0, 7), "w": (9, 0)}]
+    check(rows, [X], [{1: "h", 2: "w"}], (4,), sizes)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_merged_dims_move_to_ranges_where_a_slice_cuts_them(dim):
+    def slices(x):
+        return x.flatten(1)[:, 5:40], x.flatten(0, 1)[7:14], x.flatten(0, 1)[3:], x.view(-1)[::7]
+
+    check(slices, [X], [dim], sizes=SIZES)
+
+
+def test_index_tensors_along_whole_dims():
+    rows, mask = torch.tensor([2, 0, 1, 1]), torch.tensor([True, False, True])
+    spots = torch.tensor([[0, 5], [8, 2]])
+
+    def picked(x):
+        return (
+            x[rows],
+            x[mask],
+            x[rows, None],
+            x[[0, 2], 2:5],
+            x[rows[:2], :, spots[0]],
+            x[0, :, rows],
+            x[..., spots],
+            x.index_select(2, rows),
+        )
+
+    check(picked, [X], [1], sizes=SIZES, double=True)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_writing_into_slices(dim):
+    values = torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
+
+    def write(x, values):
+        y = x * 1
+        y[1:, 2:5] = 0.5
+        y[..., ::2] = values[:, :5]
+        y[2] = values
+        y[:, 3] = y[:, 0] * 2
+        y[0, 1, 2] = 7
+        y[:, None, 2:4] = values[:1, :] * 3
+        y[y > 1.5] = 0
+        return y * 2
+
+    check(write, [X, values], [dim, None], sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (lambda x: x[x > 0], "the index is itself split"),
+        (lambda x: x[:, torch.tensor([0, 1])], "is split"),
+        (lambda x: x.index_select(1, torch.tensor([0, 1])), "is split"),
+        (lambda x: x.unbind(1), "every row"),
+    ],
+)
+def test_what_differs_between_ranks_is_refused(fn, match):
+    refused(fn, [X], [1], match=match, sizes=[(4, 3)], ranks=(2,))
+
+
+@pytest.mark.parametrize("index", [(0, 7), (0, -8), (0, 0, 0, 0)])
+def test_errors_of_indices_are_those_of_torch(index):
+    refused(lambda x: x[index], [X], [1], error=IndexError, sizes=[(4, 3)], ranks=(2,))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_rows_before_a_cut(step):
+    for start in range(6):
+        for stop in range(start, 9):
+            for before in range(10):
+                rows = [row for row in range(start, stop, step) if row < before]
+                assert rows_in((start, stop, step), before) == len(rows)
