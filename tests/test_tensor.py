@@ -377,6 +377,17 @@ def test_vector_norm(order):
     parity(norms, [x], [1], double=order in (2, 3.5), ranks=(2, 3), subgroup=False)
 
 
+def compiled_kin(x, weight):
+    y = x * weight + x.new_ones(x.shape) + x.new_zeros(3)
+    return torch.linalg.vector_norm(y, dim=0), y.norm(), y.sum(0) / torch.numel(y)
+
+
+def test_norms_and_new_tensors_compile():
+    operands = [whole(5, 3), whole(3, seed=1)]
+    one = {"ranks": (2,), "dtype": torch.float64, "sizes": [(4, 1)], "subgroup": False}
+    parity(compiled_kin, operands, [0, None], compiled=True, **one)
+
+
 def test_norm_of_a_large_or_zero_tensor_and_on_two_axes():
     x = torch.zeros(4, 6)
     x[1] = 1e15

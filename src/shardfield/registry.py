@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
         for function in functions:
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
-            _handlers[function] = entry
+            _enter(function, entry)
             if isinstance(function, type) and issubclass(function, torch.autograd.Function):
                 _dispatch_apply(function)
         let_dynamo_dispatch(functions)
@@ -93,6 +95,26 @@ def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler |
     return find
 
 
+def _enter(function: Any, handler: Handler) -> None:
+    _handlers[function] = handler
+    name = getattr(function, "__name__", "")
+    written_in_python = isinstance(function, FunctionType)
+    if not written_in_python or getattr(torch.Tensor, name, None) is not function:
+        return
+    if name in ShardTensor.__dict__:
+        return
+
+    # Dynamo takes a method of torch.Tensor that is written in Python for an attribute, unless the
+    # class overrides it.
+    @wraps(function)
+    def method(self, *args, **kwargs):
+        if _compiling():
+            return handler(function, self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    setattr(ShardTensor, name, method)
+
+
 def resolve_all(functions: Iterable[Any]) -> None:
     """Looks up handlers ahead of time, so that code being traced only reads the table."""
     for function in functions:
@@ -100,7 +122,7 @@ def resolve_all(functions: Iterable[Any]) -> None:
             for find in _fallbacks:
                 found = find(function)
                 if found is not None:
-                    _handlers[function] = found
+                    _enter(function, found)
                     break
 
 
