@@ -25,6 +25,7 @@ log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
 
 _handlers: dict[Any, Handler] = {}
+_python_methods: dict[str, Handler] = {}
 _fallbacks: list[Callable[[Any], Handler | None]] = []
 _compiling = torch.compiler.is_compiling
 
@@ -101,6 +102,7 @@ def _enter(function: Any, handler: Handler) -> None:
     written_in_python = isinstance(function, FunctionType)
     if not written_in_python or getattr(torch.Tensor, name, None) is not function:
         return
+    _python_methods[name] = handler
     if name in ShardTensor.__dict__:
         return
 
@@ -169,6 +171,9 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
     """Entry of every torch function that meets a ShardTensor."""
     kwargs = kwargs or {}
     if _compiling():
+        # Dynamo has two kinds of variables for functions in Python, and finds them unequal.
+        if isinstance(func, FunctionType) and func.__name__ in _python_methods:
+            return _python_methods[func.__name__](func, *args, **kwargs)
         return _handlers.get(func, _refuse)(func, *args, **kwargs)
     handler = _handlers.get(func) or handler_of(func)
     outer, _state.function = _state.function, func
