@@ -341,7 +341,7 @@ def test_wrong_arguments_are_refused_before_communication(rank):
             (put([Shard(1)], sizes={"domain": [3, 3]}), "which sum up"),
             (put([Shard(1)], sizes={"h": [3, 4]}), "sizes are for split axes"),
             (put([Replicate()], sizes=[3, 4]), "exactly one split axis"),
-            (lambda: sf.distribute_tensor(None, mesh, [Shard(0)], None), "this rank's tensor"),
+            (lambda: sf.distribute_tensor(None, mesh, [Shard(0)], None), "every rank's own tensor"),
             (lambda: sf.distribute_tensor(X, mesh, [Shard(0)], 2), "the mesh has 2 ranks"),
             (lambda: sf.distribute_tensor(x, mesh, [Shard(0)], None), "redistribute"),
             (lambda: x.redistribute([Shard(5)]), "names no dim"),

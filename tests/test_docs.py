@@ -11,14 +11,19 @@ RAISERS = {"LayoutError", "RankFailure", "ShardfieldError", "UnsupportedOperatio
 DOCS = 3  # position of the docs id among their arguments
 
 
-def cited_sections() -> set[str]:
-    cited = {"operations"}  # what registry.unsupported falls back to
+def refusals():
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in RAISERS:
-                docs = [keyword.value for keyword in node.keywords if keyword.arg == "docs"]
-                docs += node.args[DOCS : DOCS + 1]
-                cited |= {ast.literal_eval(value) for value in docs if _is_text(value)}
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def cited_sections() -> set[str]:
+    cited = {"operations"}  # what registry.unsupported falls back to
+    for _, node in refusals():
+        docs = [keyword.value for keyword in node.keywords if keyword.arg == "docs"]
+        docs += node.args[DOCS : DOCS + 1]
+        cited |= {ast.literal_eval(value) for value in docs if _is_text(value)}
     return cited
 
 
@@ -31,6 +36,20 @@ def test_every_cited_section_is_written():
     cited = cited_sections()
     assert len(cited) > 3
     assert cited <= written
+
+
+def test_every_refusal_says_what_was_asked_the_rule_the_fix_and_where_to_read():
+    lacking = [
+        place
+        for place, call in refusals()
+        if call.func.id != "unsupported"  # which knows a fix and a section for all
+        and not any(isinstance(value, ast.Starred) for value in call.args)
+        and (
+            len(call.args) + len(call.keywords) < DOCS + 1
+            or any(isinstance(v, ast.Constant) and v.value == "" for v in call.args)
+        )
+    ]
+    assert lacking == []
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]

@@ -377,6 +377,24 @@ def test_vector_norm(order):
     parity(norms, [x], [1], double=order in (2, 3.5), ranks=(2, 3), subgroup=False)
 
 
+def kin(x, weight):
+    y = x * weight + x.new_ones(x.shape) + x.new_zeros(3)
+    return torch.linalg.vector_norm(y, dim=0), y.norm(), y.sum(0) / torch.numel(y)
+
+
+def methods_in_python(x, weight):
+    first, second = (2 - x).split([1, 2], dim=1)
+    y = (2 / (x * x + 1)).unflatten(1, (1, 3)) + 2 ** (x * weight).unsqueeze(1)
+    return first, second, y, F.batch_norm(x, None, None, weight, training=True)
+
+
+@pytest.mark.parametrize("fn", [kin, methods_in_python])
+def test_methods_written_in_python_and_plain_operands_compile(fn):
+    operands = [whole(5, 3), whole(3, seed=1)]
+    one = {"ranks": (2,), "dtype": torch.float64, "sizes": [(4, 1)], "subgroup": False}
+    parity(fn, operands, [0, None], compiled=True, **one)
+
+
 def test_norm_of_a_large_or_zero_tensor_and_on_two_axes():
     x = torch.zeros(4, 6)
     x[1] = 1e15

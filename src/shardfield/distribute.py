@@ -79,7 +79,10 @@ def _layout(
         dim = placement.dim if placement.dim >= 0 else placement.dim + len(shape)
         if not 0 <= dim < len(shape):
             raise LayoutError(
-                asked, f"Shard({placement.dim}) names no dim of {shape}", "", "layout"
+                asked,
+                f"Shard({placement.dim}) names no dim of {shape}",
+                f"name one of the {len(shape)} dims",
+                "layout",
             )
         if dims[dim][0].axes:
             raise LayoutError(
@@ -101,7 +104,10 @@ def _sizes_by_axis(sizes: Sizes | None, split: list[str]) -> dict[str, Sequence[
         unknown = set(sizes) - set(split)
         if unknown:
             raise LayoutError(
-                f"sizes for {sorted(unknown)}", f"sizes are for split axes: {split}", "", "layout"
+                f"sizes for {sorted(unknown)}",
+                f"sizes are for split axes: {split}",
+                "name those",
+                "layout",
             )
         return dict(sizes)
     if len(split) != 1:
@@ -165,13 +171,23 @@ def distribute_tensor(
     ranks, rank = axes.size(names), axes.rank(names)
     if src_data_rank is None or ranks == 1:
         if tensor is None:
-            raise LayoutError("distribute_tensor(None, ...)", "this rank's tensor is read")
+            raise LayoutError(
+                "distribute_tensor(None, ...)",
+                "without a source, every rank's own tensor is read",
+                "pass the tensor on every rank, or the rank that has it as src_data_rank",
+                "layout",
+            )
         layout = layout_of(tensor.shape, mesh, placements, sizes)
         offsets = [layout.offset(dim) for dim in range(len(layout.dims))]
         local = _part(tensor.detach(), offsets, layout.local_shape).to(_device(mesh))
         return _finished(local, layout, tensor.requires_grad)
     if not 0 <= src_data_rank < ranks:
-        raise LayoutError(f"src_data_rank={src_data_rank}", f"the mesh has {ranks} ranks")
+        raise LayoutError(
+            f"src_data_rank={src_data_rank}",
+            f"the mesh has {ranks} ranks",
+            "name a rank within the mesh (row-major), not a global rank",
+            "layout",
+        )
     meta: list = [None]
     if rank == src_data_rank and tensor is not None:
         meta = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
@@ -179,7 +195,10 @@ def distribute_tensor(
     dist.broadcast_object_list(meta, group=process_group, group_src=src_data_rank)
     if meta[0] is None:
         raise LayoutError(
-            f"distribute_tensor(None, ...) on rank {src_data_rank}", "the source has the tensor"
+            f"distribute_tensor(None, ...) on rank {src_data_rank}",
+            "the source has the tensor",
+            "pass the tensor there, or the rank that has it as src_data_rank",
+            "layout",
         )
     shape, dtype, requires_grad = meta[0]
     layout = layout_of(shape, mesh, placements, sizes)
@@ -284,7 +303,10 @@ def from_local(
         dist.all_gather_object(shapes, mine, group=process_group)
         if len({dtype for _, dtype in shapes}) > 1 or len({len(s) for s, _ in shapes}) > 1:
             raise LayoutError(
-                f"from_local of {shapes}", "shards have one dtype and one number of dims"
+                f"from_local of {shapes}",
+                "shards have one dtype and one number of dims",
+                "cast or reshape what each rank read",
+                "layout",
             )
         shapes = [shape for shape, _ in shapes]
     # From what all ranks know, so that all of them raise the same.
@@ -341,7 +363,12 @@ def full_tensor(x: ShardTensor, dst: int | None = None) -> torch.Tensor | None:
 
 def _unravel(index: int, mesh: MeshAxes, axes: tuple[str, ...]) -> list[int]:
     if not 0 <= index < mesh.size(axes):
-        raise LayoutError(f"dst={index}", f"the tensor is split over {mesh.size(axes)} ranks")
+        raise LayoutError(
+            f"full_tensor(dst={index})",
+            f"the tensor is split over {mesh.size(axes)} ranks",
+            "name a rank along the axes the tensor is split over (row-major)",
+            "layout",
+        )
     place = []
     for axis in reversed(axes):
         index, at = divmod(index, mesh.size((axis,)))
@@ -369,7 +396,7 @@ def redistribute(
         raise LayoutError(
             f"redistribute to {list(placements)}",
             f"one placement per mesh axis {mesh.names}, or per axis other than 'data'",
-            "",
+            "pass as many placements as x.placements has",
             "layout",
         )
     target = _layout(layout.shape, mesh, dict(zip(names, placements, strict=True)), sizes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
 
 _handlers: dict[Any, Handler] = {}
+_python_methods: dict[str, Handler] = {}
 _fallbacks: list[Callable[[Any], Handler | None]] = []
 _compiling = torch.compiler.is_compiling
 
@@ -62,7 +65,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
         for function in functions:
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
-            _handlers[function] = entry
+            _enter(function, entry)
             if isinstance(function, type) and issubclass(function, torch.autograd.Function):
                 _dispatch_apply(function)
         let_dynamo_dispatch(functions)
@@ -93,6 +96,27 @@ def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler |
     return find
 
 
+def _enter(function: Any, handler: Handler) -> None:
+    _handlers[function] = handler
+    name = getattr(function, "__name__", "")
+    written_in_python = isinstance(function, FunctionType)
+    if not written_in_python or getattr(torch.Tensor, name, None) is not function:
+        return
+    _python_methods[name] = handler
+    if name in ShardTensor.__dict__:
+        return
+
+    # Dynamo takes a method of torch.Tensor that is written in Python for an attribute, unless the
+    # class overrides it.
+    @wraps(function)
+    def method(self, *args, **kwargs):
+        if _compiling():
+            return handler(function, self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    setattr(ShardTensor, name, method)
+
+
 def resolve_all(functions: Iterable[Any]) -> None:
     """Looks up handlers ahead of time, so that code being traced only reads the table."""
     for function in functions:
@@ -100,7 +124,7 @@ def resolve_all(functions: Iterable[Any]) -> None:
             for find in _fallbacks:
                 found = find(function)
                 if found is not None:
-                    _handlers[function] = found
+                    _enter(function, found)
                     break
 
 
@@ -147,6 +171,9 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
     """Entry of every torch function that meets a ShardTensor."""
     kwargs = kwargs or {}
     if _compiling():
+        # Dynamo has two kinds of variables for functions in Python, and finds them unequal.
+        if isinstance(func, FunctionType) and func.__name__ in _python_methods:
+            return _python_methods[func.__name__](func, *args, **kwargs)
         return _handlers.get(func, _refuse)(func, *args, **kwargs)
     handler = _handlers.get(func) or handler_of(func)
     outer, _state.function = _state.function, func

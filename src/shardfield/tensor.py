@@ -92,7 +92,9 @@ class ShardTensor(torch.Tensor):
 
     def __len__(self) -> int:
         if not self._layout.dims:
-            raise LayoutError("len() of a 0-d tensor", "a 0-d tensor has no length")
+            raise LayoutError(
+                "len() of a 0-d tensor", "a 0-d tensor has no length", "use numel()", "layout"
+            )
         return self._layout.shape[0]
 
     def __iter__(self):

@@ -251,6 +251,8 @@ def group_norm(
         raise LayoutError(
             f"{name_of(op)} with {num_groups} groups of ShardTensor {layout}",
             "the number of channels (dim 1) is a multiple of the number of groups",
+            "change num_groups or the channels of the layer before",
+            "operations",
         )
     per = channels // num_groups
     plan = _plan(op, layout, tuple(range(2, len(layout.dims))), (1,), per)
@@ -306,6 +308,8 @@ def _last_dims_plan(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
         raise LayoutError(
             f"{name_of(op)} over {shape} of ShardTensor {layout}",
             "normalized_shape is the global shape of the last dims",
+            "pass that shape, not this rank's",
+            "operations",
         )
     dims = tuple(range(first, len(layout.dims)))
     return _plan(op, layout, dims, dims, 0)

@@ -9,7 +9,7 @@ from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
-from shardfield.registry import fallback, register, unsupported, used
+from shardfield.registry import current_operation, fallback, register, unsupported, used
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
 Tensor = torch.Tensor
@@ -136,6 +136,7 @@ def _broadcast(op, args, kwargs):
     """Operands of different shapes or layouts, or plain ones."""
     names = list(kwargs)
     values = [*args, *kwargs.values()]
+    operation = None if torch.compiler.is_compiling() else current_operation()
     slots = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
     if "out" in names and kwargs["out"] is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
@@ -154,8 +155,7 @@ def _broadcast(op, args, kwargs):
         if isinstance(t, ShardTensor):
             # Moves take and give replicated cotangents, so the sum comes after them, over the axes
             # on which the moved operand is still whole.
-            name = None if torch.compiler.is_compiling() else getattr(op, "__name__", None)
-            moved = move(local_of(t), t._layout, target, name)
+            moved = move(local_of(t), t._layout, target, operation)
             missing = tuple(axis for axis in out.split_axes if axis not in target.split_axes)
             values[index] = used(moved, missing, out)
         else:
@@ -166,13 +166,16 @@ def _broadcast(op, args, kwargs):
     return result(y, out) if isinstance(y, Tensor) else _wrapped(y, out)
 
 
+def _writes(op, kwargs) -> bool:
+    return bool(kwargs.get("inplace")) or _named_in_place(op)
+
+
 @constant
-def _writes(op, inplace: bool) -> bool:
-    """Whether the first operand is written into; `inplace` is the argument of that name."""
+def _named_in_place(op) -> bool:
     name = getattr(op, "__name__", "")
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") or inplace
+    return name.endswith("_")
 
 
 @constant

@@ -302,7 +302,10 @@ def _extreme(op, input: ShardTensor, plan: Reduction, largest: bool, nan_ties: b
     _refuse_complex(op, input)
     if plan.count == 0:
         raise LayoutError(
-            f"{name_of(op)} of ShardTensor {input.layout}", "it reduces no element to one"
+            f"{name_of(op)} of ShardTensor {input.layout}",
+            "it reduces no element to one",
+            "reduce over dims that have elements",
+            "operations",
         )
     local = local_of(input)
     found = _Extreme.apply(local, plan.dims, largest, nan_ties, plan.groups, _operation(op))

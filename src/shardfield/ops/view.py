@@ -156,7 +156,7 @@ def full_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
     Raises:
         RuntimeError: it does not hold `numel` elements, with torch's text.
     """
-    known = prod(size for size in shape if size != -1)
+    known = prod([size for size in shape if size != -1])  # Dynamo folds no generator
     shape = tuple(int(size) for size in shape)
     if shape.count(-1) == 1 and known > 0 and numel % known == 0:
         return tuple(numel // known if size == -1 else size for size in shape)
