@@ -8,6 +8,7 @@ import pickle
 import time
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +17,21 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-import shardfield as sf
+import shardfield
 from shardfield.comm.collectives import record_traffic
 from shardfield.registry import name_of
 from shardfield.testing import parity, rank_pool, refused
 
+sf: Any = shardfield  # some results are typed torch.Tensor, whose ShardTensor attributes are read
 SIZES = [4, 1]
 
 
-def whole(*shape, seed=0):
+def whole(*shape, seed=0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def shard(rank, x, dim=0, sizes=None, requires_grad=False):
+def shard(rank, x, dim=0, sizes=None, requires_grad=False) -> Any:
     mesh = rank.mesh(domain=rank.world_size)
     x = x.detach().to(rank.device).requires_grad_(requires_grad)
     return sf.distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None, sizes=sizes)
@@ -123,7 +125,7 @@ def test_case_21_copies_and_files_keep_values_sizes_and_flags(rank):
         x = shard(rank, whole(5, 3), sizes=SIZES, requires_grad=requires_grad)
         for copied in copies:
             y = copied(x)
-            assert isinstance(y, sf.ShardTensor)
+            assert type(y).__name__ == "ShardTensor"
             assert y.layout is x.layout
             assert y.is_leaf
             assert y.requires_grad is requires_grad
@@ -519,7 +521,7 @@ def test_a_training_loop_holds_constant_memory(rank):
 
 @on_two_ranks
 def test_module_hooks_see_sharded_values_and_gradients(rank):
-    net = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.ReLU()).double()
+    net: Any = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.ReLU()).double()
     x = shard(rank, whole(1, 2, 5), dim=2, sizes=SIZES, requires_grad=True)
     seen, wide = {}, whole(1, 3, 5, seed=2)
 
@@ -565,7 +567,7 @@ def test_module_hooks_see_sharded_values_and_gradients(rank):
 
 @on_two_ranks
 def test_a_parameter_may_be_a_shard_of_a_module(rank):
-    module = nn.Module()
+    module: Any = nn.Module()
     module.field = nn.Parameter(shard(rank, whole(5, 3), sizes=SIZES))
     assert [name for name, _ in module.named_parameters()] == ["field"]
     (module.field**2).sum().backward()
@@ -729,7 +731,7 @@ def test_mixing_a_local_sized_plain_tensor_is_refused():
 def test_register_refuses_duplicates():
     with pytest.raises(ValueError, match="conv2d has a handler already"):
         sf.register(F.conv2d)(lambda op, x: x)
-    assert name_of(torch.Tensor.grad_fn.__get__) == "Tensor.grad_fn"
+    assert name_of(torch.Tensor.T.__get__) == "Tensor.T"
 
 
 def reentrant(x):
