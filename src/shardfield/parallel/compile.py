@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 
@@ -25,10 +27,20 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
 
     Comm: that of the operations inside, as functional collectives in the graph.
     """
-    options = {"fullgraph": True, "dynamic": False, **options}
+    options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)
     return _boundary(target, options)
+
+
+def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
+    """Has inductor rebuild halos instead of keeping them."""
+    if options.get("backend", "inductor") != "inductor":
+        return options
+    mode = options.pop("mode", None)
+    chosen = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    chosen |= {"custom_partitioner_fn": RebuildHalos(), **(options.get("options") or {})}
+    return {**options, "options": chosen}
 
 
 class CompiledModule(torch.nn.Module):

@@ -1,0 +1,85 @@
+"""What compiled code keeps for backward: halos are put together again, not kept.
+
+torch's partitioner never recomputes a concatenation that a convolution reads in backward. It would
+keep the block with its halos beside the tensor that the producer keeps anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+_ATEN = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SAME_VALUES = {
+    _ATEN.alias.default,
+    _ATEN.clone.default,
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.view.default,
+    _ATEN.reshape.default,
+    _ATEN.permute.default,
+}
+
+
+class RebuildHalos(CustomPartitionerFn):
+    """torch's min-cut partitioner, told to recompute the blocks that carry received halos."""
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """The forward and the backward graph of a joint graph."""
+        mark_halos(gm)
+        # Between the statistics of a norm and their use stands a collective, so that the heuristic
+        # would keep what a fused norm recomputes from its input.
+        with functorch_config.patch(ban_recompute_used_far_apart=False):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """Changes with this file, so that cached code does too."""
+        return get_hash_for_files((__file__,))
+
+
+def mark_halos(joint: GraphModule) -> list[Node]:
+    """Marks assembled blocks that the backward reads; returns them.
+
+    Any concatenation will do: its parts are kept instead, which costs no more than the whole.
+    """
+    backward: set[Node] = set()
+    marked = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            if "tangents" in str(node.target):
+                backward.add(node)
+        elif any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+    for node in reversed(joint.graph.nodes):
+        if node in backward or not _holds_halos(node):
+            continue
+        if any(user in backward or user in marked for user in node.users):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+            marked.append(node)
+    return marked
+
+
+def _holds_halos(node: Node) -> bool:
+    """Whether a node assembles a block: joins its pieces, or ties the result to an exchange."""
+    if node.target is _ATEN.cat.default:
+        return True
+    return node.target is _ATEN.add.Tensor and any(map(_received, node.all_input_nodes))
+
+
+def _received(node: Node) -> bool:
+    """Whether a tensor came from other ranks as it is."""
+    while node.target in _SAME_VALUES or getattr(node.target, "__name__", "") == "getitem":
+        node = node.all_input_nodes[0]
+    return node.target is _WAIT

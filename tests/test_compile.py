@@ -1,0 +1,272 @@
+"""`shardfield.compile`: whole graphs, equal to eager, on uneven and empty shards."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import shardfield as sf
+from shardfield.testing import Rank, parity, rank_pool
+
+torch.manual_seed(0)
+
+Extents = tuple[int, ...]
+SHAPE = (2, 3, 9, 8)
+
+
+class Norms(nn.Sequential):
+    """Every norm between convolutions that keep and halve the rows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, 2, 1),
+            nn.GroupNorm(2, 4),
+            nn.GELU(),
+            nn.InstanceNorm2d(4, affine=True),
+        )
+
+
+class Transposed(nn.Sequential):
+    """Down and up again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 4, 3, 2, 1),
+            nn.SiLU(),
+            nn.ConvTranspose2d(4, 4, 3, 2, 1),
+            nn.Tanh(),
+            nn.ConvTranspose2d(4, 2, 2, 2),
+        )
+
+
+class Pyramid(nn.Module):
+    """Pools down, resizes up, joins by `cat`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 4, 3, padding=1)
+        self.leave = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.enter(x))
+        down = F.max_pool2d(x, 3, 2, 1) + F.avg_pool2d(x, 3, 2, 1)
+        smooth = F.interpolate(down, size=(9, 8), mode="bilinear", align_corners=False)
+        coarse = F.interpolate(down, scale_factor=2.0, mode="nearest")[:, :, :9]
+        return self.leave(torch.cat([x, smooth], 1)) + coarse[:, :2]
+
+
+class Mixed(nn.Module):
+    """Plain parameters and a plain field beside shards, dropout, linear, a view, a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3, 1, 1))
+        self.field = nn.Parameter(torch.randn(9, 8))
+        self.linear = nn.Linear(3, 5)
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(x * self.scale + self.field, 0.25, self.training)
+        tokens = self.linear(x.flatten(2).transpose(1, 2))
+        return self.norm(tokens) - tokens.mean((1, 2), keepdim=True)
+
+
+class Loss(nn.Module):
+    """Ends in plain, reduced numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        return F.mse_loss(y, x) + (y * y).sum() / 100 + y.amax() + y.var()
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "norms": Norms,
+    "transposed": Transposed,
+    "pyramid": Pyramid,
+    "mixed": Mixed,
+    "loss": Loss,
+}
+
+
+def _outcome(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output, gradients and buffers by name, all local; the same draws for every call."""
+    torch.manual_seed(1)
+    y = module(x)
+    if isinstance(y, sf.ShardTensor):
+        weights = torch.randn(y.shape, dtype=torch.float64)
+        (y * weights).sum().backward()
+    else:
+        y.backward()
+    named = {"output": y, "gradient of the input": x.grad}
+    for name, parameter in module.named_parameters():
+        named[f"gradient of {name.removeprefix('module.')}"] = parameter.grad
+        parameter.grad = None
+    for name, buffer in module.named_buffers():
+        named[name.removeprefix("module.")] = buffer
+    x.grad = None
+    return {
+        name: (value.to_local() if isinstance(value, sf.ShardTensor) else value).detach().clone()
+        for name, value in named.items()
+    }
+
+
+def _compare(
+    rank: Rank, make: Callable[[], nn.Module], sizes: list[Extents], options: dict[str, Any]
+) -> list[str]:
+    """What differs between eager and compiled, on this rank; the second call must not compile."""
+    wrong = []
+    mesh = rank.mesh(domain=rank.world_size)
+    stance = {"first": "default", "second": "fail_on_recompile"}
+    for extents in sizes:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = make().double()
+        twin = copy.deepcopy(net)
+        compiled = sf.compile(twin, **options)
+        for attempt in stance:
+            whole = torch.randn(SHAPE, dtype=torch.float64)
+            x, other = (
+                sf.distribute_tensor(whole, mesh, [Shard(2)], None, extents).requires_grad_()
+                for _ in range(2)
+            )
+            expected = _outcome(net, x)
+            with torch.compiler.set_stance(stance[attempt]):
+                found = _outcome(compiled, other)
+            wrong += [f"{extents}: {name} is missing" for name in expected.keys() - found.keys()]
+            for name, value in found.items():
+                same = value.shape == expected[name].shape
+                if not same or not torch.allclose(value, expected[name], rtol=0, atol=1e-10):
+                    wrong.append(f"{extents} {attempt}: {name} differs")
+    return wrong
+
+
+SIZES: dict[int, list[Extents]] = {
+    1: [(9,)],
+    2: [(6, 3), (9, 0)],
+    3: [(4, 0, 5), (0, 8, 1)],
+}
+
+
+def check(net: str, ranks: int, sizes: list[Extents] | None = None, **options: Any) -> None:
+    found = rank_pool(ranks).run(_compare, NETS[net], sizes or SIZES[ranks], options, timeout=240.0)
+    assert found == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("net", NETS)
+def test_whole_graph_equals_eager_on_uneven_and_empty_shards(net: str, ranks: int):
+    check(net, ranks, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("net", ["norms", "mixed"])
+def test_whole_graph_on_one_rank(net: str):
+    check(net, 1, backend="aot_eager")
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, [(9, 0)]), (3, [(4, 0, 5)])])
+def test_inductor_equals_eager_with_an_empty_shard(ranks: int, sizes: list[Extents]):
+    # One thread: no pool of compilers beside every rank.
+    check("norms", ranks, sizes, options={"compile_threads": 1})
+
+
+def test_compiled_parity_with_one_process():
+    net = nn.Sequential(nn.Conv2d(3, 4, 5, 2, 2), nn.GroupNorm(2, 4), nn.GELU())
+    parity(net, [torch.randn(SHAPE)], [2], ranks=(2,), dtype=torch.float64, compiled=True)
+    parity(
+        nn.Conv2d(3, 4, 3, padding=1),
+        [torch.randn(SHAPE)],
+        [{2: "h", 3: "w"}],
+        ranks=(2,),
+        dtype=torch.float64,
+        compiled=True,
+    )
+
+
+def _layouts(rank: Rank) -> tuple[int, int]:
+    """Graphs compiled for one layout, met twice, and then for another."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    net = sf.compile(nn.Conv2d(1, 1, 3, padding=1), backend=counter)
+    mesh = rank.mesh(domain=2)
+
+    def run(extents: Extents) -> int:
+        net(sf.distribute_tensor(torch.randn(1, 1, 9, 4), mesh, [Shard(2)], None, extents))
+        return counter.frame_count
+
+    first = [run((5, 4)) for _ in range(3)]
+    return len(set(first)), run((4, 5)) - first[0]
+
+
+def test_equal_layouts_share_a_graph_and_other_layouts_get_their_own():
+    assert rank_pool(2).run(_layouts) == [(1, 1)] * 2
+
+
+def _functions(rank: Rank) -> list[str]:
+    torch._dynamo.reset()
+    mesh = rank.mesh(domain=2)
+    x = sf.distribute_tensor(torch.randn(2, 9), mesh, [Shard(1)], None, (9, 0))
+
+    def split(pair, factor, *, shift):
+        return {"both": (pair[0] * factor, pair[1] + shift), "total": pair[0].sum(), "n": 3}
+
+    compiled = sf.compile(split, backend="aot_eager")
+    found, expected = compiled([x, x + 1], 2.0, shift=x), split([x, x + 1], 2.0, shift=x)
+    kinds = [type(value).__name__ for value in (*found["both"], found["total"], found["n"])]
+    assert found["both"][0].layout is x.layout
+    for a, b in zip(found["both"], expected["both"], strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+    torch.testing.assert_close(found["total"], expected["total"])
+    return kinds
+
+
+def test_functions_of_nested_arguments_return_shards_and_plain_tensors():
+    kinds = ["ShardTensor", "ShardTensor", "Tensor", "int"]
+    assert rank_pool(2).run(_functions) == [kinds] * 2
+
+
+def _refusal(rank: Rank) -> str:
+    torch._dynamo.reset()
+    x = sf.distribute_tensor(torch.randn(1, 3, 9), rank.mesh(domain=2), [Shard(1)], None, (2, 1))
+    try:
+        sf.compile(nn.Conv1d(3, 3, 3), backend="aot_eager")(x)
+    except Exception as error:  # noqa: BLE001
+        return str(error)
+    return "nothing"
+
+
+def test_unsupported_operations_are_refused_in_compiled_code_too():
+    for text in rank_pool(2).run(_refusal):
+        assert "inv" in text
+        assert "no handler is registered for it" in text
+
+
+def test_a_thousand_ranks_without_any():
+    """The same kind of network on a fake process group of 1,024 ranks, without memory."""
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "thousand_ranks.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "loss and gradients have their global shapes" in run.stdout
