@@ -234,7 +234,7 @@ def test_full_tensor_of_two_axes_on_each_rank(rank):
         assert whole is None or torch.equal(whole, X)
 
 
-def moved(dim=1, split=None):
+def moved(dim=1, split=""):
     """To the dim, cut as the harness calls that split."""
 
     def move(x):

@@ -141,7 +141,7 @@ def _broadcast(op, args, kwargs):
     if "out" in names and kwargs["out"] is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
     tensors = [values[index] for index in slots]
-    writes = _writes(op, bool(kwargs.get("inplace")))
+    writes = _writes(op, kwargs)
     first = values[0]
     if writes and (not isinstance(first, ShardTensor) or first._moved):
         if isinstance(first, ShardTensor):
