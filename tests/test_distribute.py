@@ -1,5 +1,7 @@
 """Into layouts and out of them: distribute, gather, redistribute, factories."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-import shardfield as sf
+import shardfield
 from shardfield.comm.collectives import record_traffic
 from shardfield.testing import parity, rank_pool, split_cases
 
-X = torch.arange(2 * 7 * 6, dtype=torch.float64).view(2, 7, 6)
+sf: Any = shardfield  # its functions return torch.Tensor, whose ShardTensor attributes are read
+X: Any = torch.arange(2 * 7 * 6, dtype=torch.float64).view(2, 7, 6)
 
 
 def on_ranks(count):
@@ -231,16 +234,14 @@ def test_full_tensor_of_two_axes_on_each_rank(rank):
         assert whole is None or torch.equal(whole, X)
 
 
-def moved(placements=None, sizes=None):
+def moved(dim=1, split=""):
+    """To the dim, cut as the harness calls that split."""
+
     def move(x):
         if not isinstance(x, sf.ShardTensor):
             return x * x * 1
-        ranks = x.device_mesh.size()
-        y = x * x
-        found = sizes and split_cases(
-            y.shape[y.placements[0].dim if placements is None else placements[0].dim], ranks
-        )
-        return y.redistribute(placements, found[sizes] if sizes in (found or {}) else None) * 1
+        found = split_cases(x.shape[dim], x.device_mesh.size())
+        return (x * x).redistribute([Shard(dim)], found.get(split)) * 1
 
     return move
 
@@ -251,13 +252,13 @@ X1 = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manua
 @pytest.mark.parametrize(
     "move",
     [
-        moved([Shard(2)]),
-        moved([Shard(0)]),
-        moved([Shard(2)], "uneven"),
-        moved([Shard(2)], "none first"),
-        moved(sizes="none last"),
-        moved(sizes="all on one"),
-        moved([Shard(1)]),
+        moved(2),
+        moved(0),
+        moved(2, "uneven"),
+        moved(2, "none first"),
+        moved(1, "none last"),
+        moved(1, "all on one"),
+        moved(1),
     ],
     ids=["other dim", "short dim", "uneven", "empty", "resize", "all on one", "even"],
 )

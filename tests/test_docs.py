@@ -42,7 +42,7 @@ def test_every_refusal_says_what_was_asked_the_rule_the_fix_and_where_to_read():
     lacking = [
         place
         for place, call in refusals()
-        if call.func.id != "unsupported"  # which knows a fix and a section for all
+        if ast.unparse(call.func) != "unsupported"  # which knows a fix and a section for all
         and not any(isinstance(value, ast.Starred) for value in call.args)
         and (
             len(call.args) + len(call.keywords) < DOCS + 1

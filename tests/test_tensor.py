@@ -8,6 +8,7 @@ import pickle
 import time
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +17,28 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-import shardfield as sf
+import shardfield
 from shardfield.comm.collectives import record_traffic
 from shardfield.registry import name_of
 from shardfield.testing import parity, rank_pool, refused
 
+sf: Any = shardfield  # some results are typed torch.Tensor, whose ShardTensor attributes are read
 SIZES = [4, 1]
 
 
-def whole(*shape, seed=0):
+def whole(*shape, seed=0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def shard(rank, x, dim=0, sizes=None, requires_grad=False):
+def shard(rank, x, dim=0, sizes=None, requires_grad=False) -> Any:
     mesh = rank.mesh(domain=rank.world_size)
     x = x.detach().to(rank.device).requires_grad_(requires_grad)
     return sf.distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None, sizes=sizes)
+
+
+def full(x: Any) -> Any:
+    return x.full_tensor()
 
 
 def on_two_ranks(fn):
@@ -52,7 +58,7 @@ def raises(error, text):
 @on_two_ranks
 def test_is_a_tensor_of_the_global_shape(rank):
     x = shard(rank, whole(5, 3), sizes=SIZES)
-    assert isinstance(x, torch.Tensor)
+    assert issubclass(type(x), torch.Tensor)
     assert isinstance(x, sf.ShardTensor)
     assert type(x).__name__ == "ShardTensor"
     assert x.shape == (5, 3) == x.size() == tuple(x.size(d) for d in (0, -1))
@@ -123,7 +129,7 @@ def test_case_21_copies_and_files_keep_values_sizes_and_flags(rank):
         x = shard(rank, whole(5, 3), sizes=SIZES, requires_grad=requires_grad)
         for copied in copies:
             y = copied(x)
-            assert isinstance(y, sf.ShardTensor)
+            assert type(y).__name__ == "ShardTensor"
             assert y.layout is x.layout
             assert y.is_leaf
             assert y.requires_grad is requires_grad
@@ -240,7 +246,7 @@ def test_hooks_and_retained_gradients_act_on_the_whole(rank):
     x.grad = None
     y = x * 2
     y.sum().backward()
-    assert torch.equal(x.grad.full_tensor(), torch.full((5, 3), 2.0, dtype=torch.float64))
+    assert torch.equal(full(x.grad), torch.full((5, 3), 2.0, dtype=torch.float64))
 
 
 @on_two_ranks
@@ -265,7 +271,7 @@ def test_backward_of_a_sharded_tensor_takes_its_gradient(rank):
     # The gradient may be whole: every rank then takes its part.
     x.grad = None
     torch.autograd.backward([x * 2, (x * 3).sum()], [start, None])
-    assert torch.allclose(x.grad.full_tensor(), 2 * start + 3, atol=1e-14)
+    assert torch.allclose(full(x.grad), 2 * start + 3, atol=1e-14)
 
 
 @on_two_ranks
@@ -283,7 +289,7 @@ def test_autograd_grad_of_inputs_and_parameters_to_any_order(rank):
 
     for mine, theirs in zip(penalty(x, weight), penalty(plain, weight), strict=True):
         assert isinstance(mine, sf.ShardTensor) is (theirs.shape == (5, 3))
-        value = mine.full_tensor() if isinstance(mine, sf.ShardTensor) else mine
+        value = full(mine) if isinstance(mine, sf.ShardTensor) else mine
         assert torch.allclose(value, theirs, rtol=1e-10, atol=1e-10)
     loss = (x * weight).sum()
     assert (
@@ -327,8 +333,10 @@ def test_detach_no_grad_and_inference_mode(rank):
         inference = F.conv1d(x[None].transpose(1, 2), torch.ones(1, 3, 3, dtype=x.dtype), padding=1)
         assert inference.is_inference()
         assert repr(inference).startswith("ShardTensor((1, 1, 5)")
-        assert float(inference.sum()) == float(inference.sum())
-    assert torch.equal((inference + 1).full_tensor(), inference.full_tensor() + 1)
+        expected = F.conv1d(whole(5, 3).T[None], torch.ones(1, 3, 3, dtype=x.dtype), padding=1)
+        assert torch.allclose(full(inference), expected, rtol=1e-12)
+        expected = full(inference)
+    assert torch.equal(full(inference + 1), expected + 1)
 
 
 @on_two_ranks
@@ -489,7 +497,7 @@ def test_nothing_outlives_its_last_reference(rank):
                 made = make(grad_mode, requires_grad)
                 if grad_mode and requires_grad:
                     made[2].backward()
-                alive = [weakref.ref(t) for t in (*made, made[0].to_local(), made[1].to_local())]
+                alive = [weakref.ref(t) for t in (*made, *map(sf.ShardTensor.to_local, made[:2]))]
                 del made
                 # The transport's thread lets go of what it reduced a moment after it is done.
                 until = time.monotonic() + 5
@@ -519,7 +527,7 @@ def test_a_training_loop_holds_constant_memory(rank):
 
 @on_two_ranks
 def test_module_hooks_see_sharded_values_and_gradients(rank):
-    net = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.ReLU()).double()
+    net: Any = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.ReLU()).double()
     x = shard(rank, whole(1, 2, 5), dim=2, sizes=SIZES, requires_grad=True)
     seen, wide = {}, whole(1, 3, 5, seed=2)
 
@@ -565,16 +573,16 @@ def test_module_hooks_see_sharded_values_and_gradients(rank):
 
 @on_two_ranks
 def test_a_parameter_may_be_a_shard_of_a_module(rank):
-    module = nn.Module()
+    module: Any = nn.Module()
     module.field = nn.Parameter(shard(rank, whole(5, 3), sizes=SIZES))
     assert [name for name, _ in module.named_parameters()] == ["field"]
     (module.field**2).sum().backward()
-    assert torch.equal(module.field.grad.full_tensor(), 2 * whole(5, 3))
+    assert torch.equal(full(module.field.grad), 2 * whole(5, 3))
     state = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         module.field.zero_()
     module.load_state_dict(state)
-    assert torch.equal(module.field.detach().full_tensor(), whole(5, 3))
+    assert torch.equal(full(module.field.detach()), whole(5, 3))
 
 
 class Doubled(torch.autograd.Function):
@@ -729,7 +737,7 @@ def test_mixing_a_local_sized_plain_tensor_is_refused():
 def test_register_refuses_duplicates():
     with pytest.raises(ValueError, match="conv2d has a handler already"):
         sf.register(F.conv2d)(lambda op, x: x)
-    assert name_of(torch.Tensor.grad_fn.__get__) == "Tensor.grad_fn"
+    assert name_of(vars(torch._C.TensorBase)["T"].__get__) == "Tensor.T"
 
 
 def reentrant(x):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -75,12 +76,12 @@ class Derived(Net):
         self.stem = nn.utils.parametrizations.weight_norm(self.stem)
 
     def body(self, x):
-        weight = self.block.weight * 2
-        y = F.conv2d(x, weight, self.block.bias[:4] + self.scale, padding=1)
-        return F.relu(self.norm(y)) + F.conv2d(x, self.block.weight, None, padding=1)
+        weight, bias = self.block.weight * 2, self.scale[:4] + self.norm.bias
+        y = F.conv2d(x, weight, bias, padding=1)
+        return F.relu(self.norm(y)) + self.block(x)
 
 
-def made(build):
+def made(build) -> Any:
     torch.manual_seed(1)
     return build().double()
 
@@ -275,14 +276,15 @@ def test_autograd_grad_of_managed_parameters_is_exact(axes):
         loss = model(x).square().mean()
         weights = list(model.parameters())
         first = torch.autograd.grad(loss, weights, create_graph=True)
-        penalty = sum(g.square().sum() for g in first)
+        penalty = torch.stack([g.square().sum() for g in first]).sum()
         return [*first, *torch.autograd.grad(penalty, weights)]
 
     model = made(Net)
     loss = model(batch(0)[0]).square().mean()
     weights = list(model.parameters())
     first = torch.autograd.grad(loss, weights, create_graph=True)
-    expected = [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), weights)]
+    penalty = torch.stack([g.square().sum() for g in first]).sum()
+    expected = [*first, *torch.autograd.grad(penalty, weights)]
     for answer in rank_pool(world(axes)).run(body):
         for mine, theirs in zip(answer, expected, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-9)
@@ -295,7 +297,7 @@ def small():
 def test_a_copied_or_pickled_managed_model_is_unmanaged():
     def body(rank):
         mesh = rank.mesh(domain=2)
-        managed = sf.parallelize(made(small), mesh)
+        managed: Any = sf.parallelize(made(small), mesh)
         x = sf.distribute_tensor(batch(0)[0], mesh, [Shard(2)], None, SIZES[2])
         found = []
         for copied in (
@@ -320,7 +322,7 @@ def test_a_copied_or_pickled_managed_model_is_unmanaged():
 
 def test_state_dicts_go_between_a_managed_and_a_plain_model():
     def body(rank):
-        model = sf.parallelize(made(Net), rank.mesh(domain=2))
+        model: Any = sf.parallelize(made(Net), rank.mesh(domain=2))
         return model.module.state_dict()
 
     model = made(Net)

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
 )
+from torch.utils.hooks import BackwardHook
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 DisableTorchDispatch = torch._C._DisableTorchDispatch
@@ -58,6 +59,16 @@ def size_of(group: str) -> int:
     return resolve_group(group).size()
 
 
+def around_backward_hooks(around) -> None:
+    """Has modules hang their backward hooks by `around(hang, args)`, `hang` being torch's way."""
+    original = BackwardHook._apply_on_tensors
+
+    def apply(self, fn, args):
+        return around(lambda values: original(self, fn, values), args)
+
+    BackwardHook._apply_on_tensors = apply  # type: ignore[method-assign]
+
+
 def captures_leaf(node) -> bool:
     """Whether the running backward is `autograd.grad` and returns this leaf's gradient."""
     try:
@@ -72,6 +83,7 @@ def captures_leaf(node) -> bool:
 __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "around_backward_hooks",
     "captures_leaf",
     "default_store",
     "functional",

@@ -7,9 +7,11 @@ it again, the node sees ShardTensors.
 
 from __future__ import annotations
 
-import torch
-from torch.utils.hooks import BackwardHook
+from collections.abc import Callable
 
+import torch
+
+from shardfield.comm._torch import around_backward_hooks
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 _compiling = torch.compiler.is_compiling
@@ -36,18 +38,16 @@ class _Retype(torch.autograd.Function):
         return wrap(grad, ctx.layout), None
 
 
-_apply_on_tensors = BackwardHook._apply_on_tensors
-
-
-def _apply(self, fn, args):
+def _retyped(hang: Callable, args: tuple):
+    """What torch does to hang a hook on `args`, done on their local shards."""
     if _compiling() or not any(isinstance(value, ShardTensor) for value in args):
-        return _apply_on_tensors(self, fn, args)
+        return hang(args)
     layouts = [value.layout if isinstance(value, ShardTensor) else None for value in args]
     opened = [
         value if layout is None else _Open.apply(local_of(value))
         for value, layout in zip(args, layouts, strict=True)
     ]
-    hooked, indices = _apply_on_tensors(self, fn, tuple(opened))
+    hooked, indices = hang(tuple(opened))
     closed = [
         value if layout is None else wrap(_Retype.apply(value, layout), layout)
         for value, layout in zip(hooked, layouts, strict=True)
@@ -55,4 +55,4 @@ def _apply(self, fn, args):
     return (tuple(closed) if type(args) is tuple else type(args)(*closed)), indices
 
 
-BackwardHook._apply_on_tensors = _apply  # type: ignore[method-assign]
+around_backward_hooks(_retyped)
