@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardfield.comm._torch import keep_equal_collectives
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 
@@ -25,6 +26,7 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
 
     Comm: that of the operations inside, as functional collectives in the graph.
     """
+    keep_equal_collectives()
     options = {"fullgraph": True, "dynamic": False, **options}
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)
