@@ -69,6 +69,17 @@ class Pyramid(nn.Module):
         return self.leave(torch.cat([x, smooth], 1)) + coarse[:, :2]
 
 
+class Branches(nn.Module):
+    """Exchanges and gradients that look alike on a rank without rows, and there only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, n, padding=n // 2) for n in (3, 5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(conv(x) for conv in self.convs)
+
+
 class Mixed(nn.Module):
     """Plain parameters and a plain field beside shards, dropout, linear, a view, a mean."""
 
@@ -97,12 +108,21 @@ class Loss(nn.Module):
         return F.mse_loss(y, x) + (y * y).sum() / 100 + y.amax() + y.var()
 
 
+class Short(nn.Sequential):
+    """One of each kind: what inductor compiles in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 2, 3))
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "norms": Norms,
     "transposed": Transposed,
     "pyramid": Pyramid,
+    "branches": Branches,
     "mixed": Mixed,
     "loss": Loss,
+    "short": Short,
 }
 
 
@@ -158,11 +178,7 @@ def _compare(
     return wrong
 
 
-SIZES: dict[int, list[Extents]] = {
-    1: [(9,)],
-    2: [(6, 3), (9, 0)],
-    3: [(4, 0, 5), (0, 8, 1)],
-}
+SIZES: dict[int, list[Extents]] = {1: [(9,)], 2: [(6, 3)], 3: [(4, 0, 5)]}
 
 
 def check(net: str, ranks: int, sizes: list[Extents] | None = None, **options: Any) -> None:
@@ -170,21 +186,30 @@ def check(net: str, ranks: int, sizes: list[Extents] | None = None, **options: A
     assert found == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("net", NETS)
-def test_whole_graph_equals_eager_on_uneven_and_empty_shards(net: str, ranks: int):
-    check(net, ranks, backend="aot_eager", fullgraph=True)
+@pytest.mark.parametrize("net", [name for name in NETS if name != "short"])
+def test_whole_graph_equals_eager_with_an_empty_shard_of_three(net: str):
+    check(net, 3, backend="aot_eager", fullgraph=True)
 
 
 @pytest.mark.parametrize("net", ["norms", "mixed"])
-def test_whole_graph_on_one_rank(net: str):
-    check(net, 1, backend="aot_eager")
+def test_whole_graph_equals_eager_on_two_uneven_shards(net: str):
+    check(net, 2, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, [(9, 0)]), (3, [(4, 0, 5)])])
-def test_inductor_equals_eager_with_an_empty_shard(ranks: int, sizes: list[Extents]):
+def test_whole_graph_on_one_rank():
+    check("norms", 1, backend="aot_eager")
+
+
+def test_whole_graph_with_the_first_or_the_last_rank_empty():
+    check("branches", 3, [(0, 8, 1)], backend="aot_eager")
+    check("loss", 2, [(9, 0)], backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on import
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_inductor_equals_eager_on_uneven_and_empty_shards(ranks: int):
     # One thread: no pool of compilers beside every rank.
-    check("norms", ranks, sizes, options={"compile_threads": 1})
+    check("short", ranks, options={"compile_threads": 1})
 
 
 def test_compiled_parity_with_one_process():
@@ -254,8 +279,8 @@ def _refusal(rank: Rank) -> str:
 
 def test_unsupported_operations_are_refused_in_compiled_code_too():
     for text in rank_pool(2).run(_refusal):
-        assert "inv" in text
-        assert "no handler is registered for it" in text
+        assert "conv1d on ShardTensor (1, 3, 9) split: dim 1 over domain as 2+1" in text
+        assert "its channels (dim 1) are split" in text
 
 
 def test_a_thousand_ranks_without_any():

@@ -19,7 +19,7 @@ RANKS, ROWS, WIDTH = 1024, 2 * 4096 + 1, 64
 
 
 def main() -> None:
-    """Runs one rank of which `torch.chunk` makes 910 with nine rows, one with three, 113 with none."""
+    """Runs one rank: `torch.chunk` gives 910 of them nine rows, one three, the rest none."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, default=300)
     rank = parser.parse_args().rank

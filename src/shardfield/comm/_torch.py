@@ -47,6 +47,23 @@ def let_dynamo_dispatch(functions) -> None:
     get_overridable_functions().update(functions)
 
 
+def keep_equal_collectives() -> None:
+    """Has compilers enter two collectives of equal arguments twice.
+
+    On a rank without rows, or without rows to send, the arguments of different exchanges are equal;
+    that rank alone would merge them, and the others would wait for the second.
+    """
+    from torch._functorch.compile_utils import rand_ops  # what is not merged
+
+    for collective in (
+        functional.all_reduce,
+        functional.all_to_all_single,
+        functional.all_gather_into_tensor,
+    ):
+        if collective not in rand_ops:
+            rand_ops.append(collective)
+
+
 @torch._dynamo.assume_constant_result
 def rank_of(group: str) -> int:
     """This rank's index in a process group."""
@@ -88,6 +105,7 @@ __all__ = [
     "default_store",
     "functional",
     "in_backward",
+    "keep_equal_collectives",
     "let_dynamo_dispatch",
     "make_subclass",
     "rank_of",
