@@ -9,11 +9,8 @@ import torch
 import torch._inductor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-<<<<<<< HEAD
-from shardfield.parallel.partition import RebuildHalos
-=======
 from shardfield.comm._torch import keep_equal_collectives
->>>>>>> proofs
+from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 
@@ -31,12 +28,8 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
 
     Comm: that of the operations inside, as functional collectives in the graph.
     """
-<<<<<<< HEAD
-    options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
-=======
     keep_equal_collectives()
-    options = {"fullgraph": True, "dynamic": False, **options}
->>>>>>> proofs
+    options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)
     return _boundary(target, options)
