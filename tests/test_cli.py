@@ -12,6 +12,7 @@ def test_help_names_the_commands():
     result = runner.invoke(cli.app, ["--help"])
     assert result.exit_code == 0
     assert "demo" in result.output
+    assert "bench" in result.output
 
 
 def test_demo_names_the_extra_that_is_missing(monkeypatch):

@@ -16,13 +16,17 @@ def _measure(rank: Rank, name: str, mode: str) -> Keeping:
     return measure(SMALL[name], mode, sf.init_mesh())
 
 
+# Less than this would mean that something else than the same was measured. Compiled code recomputes
+# pointwise operations, and plain torch's keeps what ours recomputes with the halos.
+LEAST = {"eager": 0.45, "save_on_cpu": 0.45, "checkpointed": 0.4, "compiled": 0.25}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_rank_of_two_keeps_half_and_its_halos(name: str, mode: str) -> None:
     for row in rank_pool(2).run(_measure, name, mode):
         assert row.slabs > 0
-        # Keeping less than the share would mean that something else than the same was measured.
-        assert 0.45 * row.one <= row.kept <= row.bound
+        assert LEAST[mode] * row.one <= row.kept <= row.bound
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 
 import torch.distributed as dist
@@ -24,6 +25,8 @@ class MeshAxes:
         coordinate: this rank's index along each axis.
         groups: name of this rank's process group along each axis.
         device_mesh: the mesh itself; None in tests that need no processes.
+        timeout: how long a collective of a joint group may wait; None: torch's default.
+        joint: process groups made for several axes.
     """
 
     names: tuple[str, ...]
@@ -31,6 +34,8 @@ class MeshAxes:
     coordinate: tuple[int, ...]
     groups: tuple[str, ...] = ()
     device_mesh: DeviceMesh | None = None
+    timeout: timedelta | None = None
+    joint: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Ranks in the product of `axes`."""
@@ -45,13 +50,30 @@ class MeshAxes:
         return index
 
     def group(self, axes: tuple[str, ...]) -> str:
-        """Name of this rank's process group over the product of `axes`, for collectives."""
+        """Name of this rank's process group over the product of `axes`, for collectives.
+
+        Comm: the first call for several axes makes the group, together with its members only; they
+            all call, since layouts decide.
+        """
         if len(axes) == 1:
             return self.groups[self.names.index(axes[0])]
+        found = self.joint.get(axes)
+        if found is None:
+            ranks = self.ranks(axes)
+            made = dist.new_group(
+                ranks, self.timeout, use_local_synchronization=True, sort_ranks=False
+            )
+            found = self.joint[axes] = made.group_name
+        return found
+
+    def ranks(self, axes: tuple[str, ...]) -> list[int]:
+        """Global ranks of this rank's part of the product of `axes`, row-major."""
         assert self.device_mesh is not None
-        flat = "_".join(axes)
-        flattened = self.device_mesh[axes]._flatten(flat)
-        return flattened.get_group().group_name
+        block = self.device_mesh.mesh
+        place = zip(self.names, self.coordinate, strict=True)
+        block = block[tuple(slice(None) if name in axes else at for name, at in place)]
+        kept = [name for name in self.names if name in axes]
+        return block.permute([kept.index(axis) for axis in axes]).flatten().tolist()
 
     def __reduce__(self):
         mesh = self.device_mesh
@@ -66,8 +88,11 @@ class MeshAxes:
 _known: dict[int, MeshAxes] = {}
 
 
-def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
+def mesh_axes(mesh: DeviceMesh, timeout: timedelta | None = None) -> MeshAxes:
     """The `MeshAxes` of the root of `mesh`; the same object for the same root.
+
+    Args:
+        timeout: at the first call for a mesh, the limit of its joint groups.
 
     Raises:
         LayoutError: the mesh has no axis names, or this rank is not part of it.
@@ -93,7 +118,7 @@ def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
             "mesh",
         )
     groups = tuple(root.get_group(name).group_name for name in names)
-    axes = MeshAxes(tuple(names), tuple(root.mesh.shape), tuple(coordinate), groups, root)
+    axes = MeshAxes(tuple(names), tuple(root.mesh.shape), tuple(coordinate), groups, root, timeout)
     _known[id(root)] = axes
     return axes
 

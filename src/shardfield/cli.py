@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shardfield.tools.bench.command import bench
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -37,6 +39,9 @@ def demo(
     except subprocess.CalledProcessError as failure:
         console.print("a run of the demo failed; its error stands above")
         raise typer.Exit(failure.returncode) from None
+
+
+app.command()(bench)
 
 
 if __name__ == "__main__":

@@ -69,23 +69,14 @@ def init_mesh(
     if not dist.is_initialized():
         _init_process_group(kind, timeout)
     mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    split = tuple(name for name in axes if name not in (DATA, TENSOR))
-    if len(split) > 1:
-        mesh[split]._flatten("_".join(split))
     if timeout is not None:
-        _limit_waits(mesh, timeout)
+        # Groups that DeviceMesh makes do not inherit the limit of the default group.
+        for name in axes:
+            set_group_timeout(timeout, mesh.get_group(name))
     agreement.enable_from_environment()
     _seed(mesh, seed)
-    mesh_axes(mesh)
+    mesh_axes(mesh, timeout)
     return mesh
-
-
-def _limit_waits(mesh: DeviceMesh, timeout: timedelta) -> None:
-    """Groups that DeviceMesh makes do not inherit the time limit of the default group."""
-    meshes = [mesh, *mesh._flatten_mapping.values()]
-    for part in meshes:
-        for name in part.mesh_dim_names or ():
-            set_group_timeout(timeout, part.get_group(name))
 
 
 def _pick_device(device: str | None) -> str:

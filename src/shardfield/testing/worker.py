@@ -63,10 +63,6 @@ class Rank:
         if key not in _meshes:
             members = torch.tensor(ranks).reshape(tuple(axes.values()))
             mesh = DeviceMesh(self.device.type, members, mesh_dim_names=tuple(axes))
-            if len(axes) > 1:
-                # A layout makes the joint group when it first needs it, which all ranks of the
-                # world must do together; here those outside the mesh would miss it.
-                mesh._flatten("_".join(axes))
             _meshes[key] = mesh
         return _meshes[key] if self.rank in ranks else None
 
