@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._inductor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardfield.comm._torch import keep_equal_collectives
@@ -18,7 +19,8 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
     """Compiles a module or function that takes and returns ShardTensors.
 
     Args:
-        target: called with any nesting of ShardTensors, tensors and constants.
+        target: called with any nesting of ShardTensors, tensors and constants. What `parallelize`
+            returns is compiled in place, inside its wrapper.
         options: those of `torch.compile`; `fullgraph=True` and `dynamic=False` by default, since
             the sizes of shards are part of their layout.
 
@@ -28,6 +30,10 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
 
     Comm: that of the operations inside, as functional collectives in the graph.
     """
+    if isinstance(target, DistributedDataParallel):
+        # Dynamo does not trace the wrapper; what it wraps is what costs time.
+        target.module = compile(target.module, **options)
+        return target
     keep_equal_collectives()
     options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
     if isinstance(target, torch.nn.Module):
