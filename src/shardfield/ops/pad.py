@@ -130,7 +130,9 @@ def pad(op, input: ShardTensor, pad, mode="constant", value=None) -> torch.Tenso
         local = fetch(local, dim, step, group, fill, op.__name__)
     for dim, segments in plan.pieces:
         local = torch.cat([_rows(local, dim, segment) for segment in segments], dim)
-    if any(plan.rest) or not (plan.steps or plan.pieces):
+    if not (any(plan.rest) or plan.steps or plan.pieces):
+        local = local.clone()  # torch pads an empty shard by nothing in some modes only
+    elif any(plan.rest):
         local = F.pad(local, list(plan.rest), mode, fill if mode == "constant" else None)
     return result(local, plan.layout)
 
