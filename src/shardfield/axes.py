@@ -63,6 +63,7 @@ class MeshAxes:
             made = dist.new_group(
                 ranks, self.timeout, use_local_synchronization=True, sort_ranks=False
             )
+            assert isinstance(made, dist.ProcessGroup)
             found = self.joint[axes] = made.group_name
         return found
 

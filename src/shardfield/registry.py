@@ -143,7 +143,13 @@ def handler_of(function: Any) -> Handler:
 
 
 def _refuse(op, *args, **kwargs):
-    raise unsupported(op, "no handler is registered for it", args=(args, kwargs))
+    return _refused(op, *[x.layout for x in _shard_tensors((args, kwargs))])
+
+
+@constant
+def _refused(op, *layouts):
+    """Raises from a constant function, so that compiling shows this error and not Dynamo's."""
+    raise unsupported(op, "no handler is registered for it", args=layouts)
 
 
 def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", args: Any = ()):

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch._inductor
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardfield.comm._torch import keep_equal_collectives
+from shardfield.errors import ShardfieldError
 from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
 
@@ -84,7 +86,10 @@ def _boundary(target: Callable, options: dict[str, Any]) -> Callable:
     def call(*args, **kwargs):
         leaves, spec = tree_flatten((args, kwargs))
         opened, layouts = _split(leaves)
-        out, out_layouts, out_spec = compiled(opened, layouts, spec)
+        try:
+            out, out_layouts, out_spec = compiled(opened, layouts, spec)
+        except TorchDynamoException as error:
+            raise _refusal(error) or error from None
         closed = [
             leaf if layout is None else wrap(leaf, layout)
             for leaf, layout in zip(out, out_layouts, strict=True)
@@ -92,6 +97,13 @@ def _boundary(target: Callable, options: dict[str, Any]) -> Callable:
         return tree_unflatten(closed, out_spec)
 
     return call
+
+
+def _refusal(error: BaseException | None) -> ShardfieldError | None:
+    """The error of ours that stopped the tracing, which Dynamo wraps in its own."""
+    while error is not None and not isinstance(error, ShardfieldError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _opened(value):
