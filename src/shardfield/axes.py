@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 
@@ -26,7 +26,6 @@ class MeshAxes:
         groups: name of this rank's process group along each axis.
         device_mesh: the mesh itself; None in tests that need no processes.
         timeout: how long a collective of a joint group may wait; None: torch's default.
-        joint: process groups made for several axes.
     """
 
     names: tuple[str, ...]
@@ -35,7 +34,6 @@ class MeshAxes:
     groups: tuple[str, ...] = ()
     device_mesh: DeviceMesh | None = None
     timeout: timedelta | None = None
-    joint: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Ranks in the product of `axes`."""
@@ -52,29 +50,27 @@ class MeshAxes:
     def group(self, axes: tuple[str, ...]) -> str:
         """Name of this rank's process group over the product of `axes`, for collectives.
 
-        Comm: the first call for several axes makes the group, together with its members only; they
-            all call, since layouts decide.
+        Comm: none for one axis; the first call for several makes the group (see `join_axes`).
+
+        Raises:
+            LayoutError: several axes of a mesh over part of the world, and nobody joined them.
         """
         if len(axes) == 1:
             return self.groups[self.names.index(axes[0])]
-        found = self.joint.get(axes)
-        if found is None:
-            ranks = self.ranks(axes)
-            made = dist.new_group(
-                ranks, self.timeout, use_local_synchronization=True, sort_ranks=False
+        mesh = self.device_mesh
+        assert mesh is not None
+        found = _joint.get((id(mesh), axes))
+        if found is not None:
+            return found
+        if mesh.size() != dist.get_world_size():
+            raise LayoutError(
+                f"one group over the axes {axes} of a mesh over {mesh.size()} of "
+                f"{dist.get_world_size()} ranks",
+                "the ranks of the whole world make a process group together",
+                f"call shardfield.axes.join_axes(mesh, {axes}) on every rank of the world first",
+                "mesh",
             )
-            assert isinstance(made, dist.ProcessGroup)
-            found = self.joint[axes] = made.group_name
-        return found
-
-    def ranks(self, axes: tuple[str, ...]) -> list[int]:
-        """Global ranks of this rank's part of the product of `axes`, row-major."""
-        assert self.device_mesh is not None
-        block = self.device_mesh.mesh
-        place = zip(self.names, self.coordinate, strict=True)
-        block = block[tuple(slice(None) if name in axes else at for name, at in place)]
-        kept = [name for name in self.names if name in axes]
-        return block.permute([kept.index(axis) for axis in axes]).flatten().tolist()
+        return join_axes(mesh, axes, self.timeout)
 
     def __reduce__(self):
         mesh = self.device_mesh
@@ -87,6 +83,34 @@ class MeshAxes:
 
 
 _known: dict[int, MeshAxes] = {}
+_joint: dict[tuple[int, tuple[str, ...]], str] = {}
+
+
+def join_axes(mesh: DeviceMesh, axes: tuple[str, ...], timeout: timedelta | None = None) -> str:
+    """Makes the process groups over the product of several axes of a root mesh.
+
+    All ranks of the world call it together, those outside the mesh too: torch names groups by
+    counting.
+
+    Args:
+        axes: slowest first; the ranks of a group are in their row-major order.
+
+    Returns:
+        The name of this rank's group; empty on a rank outside the mesh.
+    """
+    names = mesh.mesh_dim_names or ()
+    order = [names.index(axis) for axis in axes]
+    others = [place for place in range(len(names)) if place not in order]
+    width = prod(mesh.mesh.shape[place] for place in order)
+    blocks = mesh.mesh.permute(others + order).reshape(-1, width).tolist()
+    mine = ""
+    for block in blocks:
+        made = dist.new_group(block, timeout, sort_ranks=False)
+        if dist.get_rank() in block:
+            assert isinstance(made, dist.ProcessGroup)
+            mine = made.group_name
+    _joint[id(mesh), axes] = mine
+    return mine
 
 
 def mesh_axes(mesh: DeviceMesh, timeout: timedelta | None = None) -> MeshAxes:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardfield.axes import DATA, TENSOR, mesh_axes
+from shardfield.axes import DATA, TENSOR, join_axes, mesh_axes
 from shardfield.comm import agreement
 from shardfield.comm._torch import set_group_timeout
 from shardfield.errors import LayoutError
@@ -76,6 +76,9 @@ def init_mesh(
     agreement.enable_from_environment()
     _seed(mesh, seed)
     mesh_axes(mesh, timeout)
+    split = tuple(name for name in axes if name not in (DATA, TENSOR))
+    if len(split) > 1:
+        join_axes(mesh, split, timeout)
     return mesh
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
 from shardfield import registry
+from shardfield.axes import join_axes
 from shardfield.comm import agreement
 from shardfield.errors import RankFailure
 from shardfield.mesh import init_mesh
@@ -63,6 +64,8 @@ class Rank:
         if key not in _meshes:
             members = torch.tensor(ranks).reshape(tuple(axes.values()))
             mesh = DeviceMesh(self.device.type, members, mesh_dim_names=tuple(axes))
+            if len(axes) > 1:
+                join_axes(mesh, tuple(axes))
             _meshes[key] = mesh
         return _meshes[key] if self.rank in ranks else None
 
