@@ -109,8 +109,9 @@ def windowed(
         return wrap(act(local), plan.layout)
     operation = None if torch.compiler.is_compiling() else current_operation()
     block = local
+    fresh = weight is not None  # a product's gradient is a new tensor
     for step in plan.steps:
-        block = fetch(block, step.dim, step.plan, step.group, fill, operation)
+        block = fetch(block, step.dim, step.plan, step.group, fill, operation, fresh)
     if plan.empty:
         empty = nothing(plan.layout.local_shape, (block, bias), weight, curved)
         return wrap(empty, plan.layout)

@@ -18,12 +18,15 @@ def fetch(
     group: str,
     fill: float = 0.0,
     operation: str | None = None,
+    fresh: bool = False,
 ) -> torch.Tensor:
     """Assembles the rows of `dim` that `plan` says this rank wants.
 
     Args:
         local: this rank's block, `plan.rows` rows along `dim`.
         fill: value of rows outside the global tensor.
+        fresh: the result is read by one operation only, whose backward makes a new tensor: rows
+            that come back may be added into it.
 
     Returns:
         A tensor of `plan.out_rows` rows along `dim`; the other dims as in `local`.
@@ -33,7 +36,7 @@ def fetch(
     """
     if plan.core == 0 and len(plan.pieces) == 1 and plan.silent:
         return local
-    return _Fetch.apply(local, dim, plan, group, fill, operation)
+    return _Fetch.apply(local, dim, plan, group, fill, operation, fresh)
 
 
 def row_size(shape: Sequence[int], dims: tuple[int, ...]) -> int:
@@ -222,8 +225,12 @@ def reassemble(
     return torch.cat(parts, dim)
 
 
-def _scatter_add(grad, dim, plan: Exchange, group, operation) -> torch.Tensor:
-    """The adjoint of `_assemble`: hands every row's gradient back to its owner, who adds."""
+def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = False) -> torch.Tensor:
+    """The adjoint of `_assemble`: hands every row's gradient back to its owner, who adds.
+
+    Args:
+        fresh: nothing else holds `grad`: the result may be a part of it.
+    """
     at, pieces = 0, []
     for piece in plan.pieces:
         pieces.append((piece, grad.narrow(dim, at, piece.length)))
@@ -239,7 +246,9 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation) -> torch.Tensor:
             slabs, grad, dim, plan.receives, _counts(plan.sends), group, operation
         )
     if plan.core is not None:
-        total = pieces[plan.core][1].clone(memory_format=torch.contiguous_format)
+        total = pieces[plan.core][1]
+        if not fresh:
+            total = total.clone(memory_format=torch.contiguous_format)
     else:
         total = grad.new_zeros(_shaped(grad, dim, plan.rows))
     for index, (piece, part) in enumerate(pieces):
@@ -256,8 +265,9 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation) -> torch.Tensor:
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local, dim, plan, group, fill, operation):
+    def forward(ctx, local, dim, plan, group, fill, operation, fresh):
         ctx.dim, ctx.plan, ctx.group, ctx.operation = dim, plan, group, operation
+        ctx.fresh = fresh
         out = _assemble(local, dim, plan, group, fill, operation)
         # A saved token, packed after the communication: a recomputation that stops at its last
         # saved tensor has then entered every collective the forward entered, on every rank.
@@ -267,8 +277,12 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _ = ctx.saved_tensors
-        out = _FetchAdjoint.apply(grad, ctx.dim, ctx.plan, ctx.group, ctx.operation)
-        return out, None, None, None, None, None
+        if ctx.fresh and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            name = None if ctx.operation is None else f"backward of {ctx.operation}"
+            out = _scatter_add(grad, ctx.dim, ctx.plan, ctx.group, name, fresh=True)
+        else:
+            out = _FetchAdjoint.apply(grad, ctx.dim, ctx.plan, ctx.group, ctx.operation)
+        return out, None, None, None, None, None, None
 
 
 class _FetchAdjoint(torch.autograd.Function):
@@ -280,5 +294,5 @@ class _FetchAdjoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        out = _Fetch.apply(grad, ctx.dim, ctx.plan, ctx.group, 0.0, ctx.operation)
+        out = _Fetch.apply(grad, ctx.dim, ctx.plan, ctx.group, 0.0, ctx.operation, False)
         return out, None, None, None, None
