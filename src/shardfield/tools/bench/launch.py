@@ -33,6 +33,16 @@ class Idle:
         self._turn += 1
 
 
+# Read when a child starts. One thread a rank; and freed memory stays with the process, as it does
+# on a GPU: otherwise glibc hands it back or not by chance, and page faults decide the ratios.
+_CHILD = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+
+
 def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Runs `fn(idle, *args)` on `ranks` new processes and returns what rank 0 returned.
 
@@ -50,15 +60,15 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
-        inherited = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read when the child imports torch
+        inherited = {name: os.environ.get(name) for name in _CHILD}
+        os.environ.update(_CHILD)
         try:
             mp.spawn(_rank_main, (fn, ranks, store.port, answer, args), nprocs=ranks)
         finally:
-            if inherited is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = inherited
+            for name, value in inherited.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
         return pickle.loads(answer.read_bytes())
 
 
