@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils.hooks import BackwardHook
 
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 DisableTorchDispatch = torch._C._DisableTorchDispatch
 functional = torch.ops._c10d_functional
@@ -98,6 +99,7 @@ def captures_leaf(node) -> bool:
 
 
 __all__ = [
+    "BelowAutograd",
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "around_backward_hooks",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardfield.comm import agreement
-from shardfield.comm._torch import functional, rank_of, size_of
+from shardfield.comm._torch import BelowAutograd, functional, rank_of, size_of
 
 
 @dataclass
@@ -68,7 +68,8 @@ def _enter(
         return functional.wait_tensor(start())
     if _recording:
         _count(name, sent, operation)
-    with agreement.collective(name, group, operation, signature):
+    # Gradients are ours: torch's own, in Python, would cost as much again as the call.
+    with agreement.collective(name, group, operation, signature), BelowAutograd():
         return functional.wait_tensor(start())
 
 
