@@ -143,13 +143,7 @@ def handler_of(function: Any) -> Handler:
 
 
 def _refuse(op, *args, **kwargs):
-    return _refused(op, *[x.layout for x in _shard_tensors((args, kwargs))])
-
-
-@constant
-def _refused(op, *layouts):
-    """Raises from a constant function, so that compiling shows this error and not Dynamo's."""
-    raise unsupported(op, "no handler is registered for it", args=layouts)
+    raise unsupported(op, "no handler is registered for it", args=(args, kwargs))
 
 
 def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", args: Any = ()):
@@ -159,9 +153,21 @@ def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", arg
         args: what was asked for: arguments of any nesting, or the layouts of its operands.
     """
     asked = [x.layout for x in _shard_tensors(args)] or [x for x in args if isinstance(x, Layout)]
+    if _compiling():
+        _raise_unsupported(op, rule, fix, docs, *asked)
+    return _unsupported(op, rule, fix, docs, *asked)
+
+
+def _unsupported(op, rule, fix, docs, *asked) -> UnsupportedOperation:
     layouts = "; ".join(f"ShardTensor {layout}" for layout in asked)
     fix = fix or "x.redistribute(...) or x.full_tensor() first, or `with allow_gather():`"
     return UnsupportedOperation(f"{name_of(op)} on {layouts or 'a ShardTensor'}", rule, fix, docs)
+
+
+@constant
+def _raise_unsupported(op, rule, fix, docs, *asked):
+    """Raises where Dynamo calls and does not trace, so that compiling shows this error."""
+    raise _unsupported(op, rule, fix, docs, *asked)
 
 
 def name_of(function: Any) -> str:

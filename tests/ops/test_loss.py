@@ -173,3 +173,11 @@ def test_wrong_arguments():
     refused(
         lambda x, y: F.l1_loss(x, y, weight=y), [X, TARGET], [2, None], match="l1_loss's weight"
     )
+
+
+def test_refusals_reach_compiled_code_as_they_are():
+    def compiled(x, target):
+        weighted = sf.compile(lambda a, b: F.l1_loss(a, b, weight=b), backend="aot_eager")
+        return weighted(x, target)
+
+    refused(compiled, [X, TARGET], [2, None], ranks=(2,), match="l1_loss's weight")
