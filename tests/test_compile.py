@@ -205,11 +205,9 @@ def test_whole_graph_with_the_first_or_the_last_rank_empty():
     check("loss", 2, [(9, 0)], backend="aot_eager")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on import
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_inductor_equals_eager_on_uneven_and_empty_shards(ranks: int):
+def test_inductor_equals_eager_on_uneven_and_empty_shards():
     # One thread: no pool of compilers beside every rank.
-    check("short", ranks, options={"compile_threads": 1})
+    check("short", 3, options={"compile_threads": 1})
 
 
 def test_compiled_parity_with_one_process():

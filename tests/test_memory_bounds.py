@@ -9,7 +9,7 @@ from shardfield.testing import Rank, rank_pool
 from shardfield.tools.bench.keeping import MODES, Keeping, measure, models
 from shardfield.tools.memory import kept_bytes
 
-SMALL = {model.name: model for model in models(scale=4)}
+SMALL = {model.name: model for model in models(scale=4, layers=3)}
 
 
 def _measure(rank: Rank, name: str, mode: str) -> Keeping:
