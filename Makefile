@@ -9,7 +9,7 @@ RANKS ?=
 STEPS ?= 40
 OUT ?= out/demo
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test conformance lint format bench clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ demo: setup  ## Train MONAI's 3-D U-Net on an MRI volume over RANKS= ranks, comp
 
 test: setup  ## Run the whole test suite; ARGS= goes to pytest.
 	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 $(BIN)/python -m pytest $(ARGS)
+
+conformance: setup  ## The suite with 300 or more examples of each property, and the long tests.
+	CONFORMANCE=1 OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 $(BIN)/python -m pytest --timeout=3600 $(ARGS)
 
 lint: setup  ## Check format, lint, types and layering.
 	$(BIN)/ruff format --check .

@@ -1,6 +1,12 @@
-"""Shared by all tests: single-threaded torch, the hypothesis profile, the count of parity cases."""
+"""Shared by all tests: single-threaded torch, the hypothesis profiles, the count of parity cases.
+
+`make test` draws a few examples of each property; `make conformance` (`CONFORMANCE=1`) draws 300 or
+more, and runs the tests marked `conformance` too.
+"""
 
 from __future__ import annotations
+
+import os
 
 import hypothesis
 import pytest
@@ -14,11 +20,20 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "shardfield",
     deadline=None,
-    max_examples=30,
+    max_examples=300 if os.environ.get("CONFORMANCE") else 30,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("shardfield")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("CONFORMANCE"):
+        return
+    long = [item for item in items if item.get_closest_marker("conformance")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 Extents = tuple[int, ...]
+
+
+def examples(count: int) -> settings:
+    """`count` examples in the suite; at least the profile's number in a conformance run."""
+    usual = settings.get_profile("shardfield").max_examples
+    return settings(max_examples=max(count, usual) if os.environ.get("CONFORMANCE") else count)
 
 
 @dataclass(frozen=True)

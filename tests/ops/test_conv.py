@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     Window,
+    examples,
     grouped_channels,
     padding_modes,
     splits,
@@ -181,21 +182,21 @@ def geometry(draw: st.DrawFn, transposed: bool = False):
     return conv, x, len(lead) + split, extents
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(geometry())
 def test_any_convolution(drawn):
     conv, x, dim, extents = drawn
     parity(conv, [x], [dim], ranks=(len(extents),), sizes=[extents], dtype=F64, subgroup=False)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(geometry(transposed=True))
 def test_any_transposed_convolution(drawn):
     conv, x, dim, extents = drawn
     parity(conv, [x], [dim], ranks=(len(extents),), sizes=[extents], dtype=F64, subgroup=False)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(geometry(), geometry(transposed=True))
 def test_any_convolution_differentiated_twice(plain, transposed):
     for conv, x, dim, extents in (plain, transposed):
@@ -203,7 +204,7 @@ def test_any_convolution_differentiated_twice(plain, transposed):
         parity(conv, [x], [dim], ranks=(len(extents),), **options)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(windows(max_size=8, max_kernel=3), padding_modes(), st.data())
 def test_any_padding_mode(case: Window, mode: str, data):
     size = max(case.size, case.padding + 1)  # torch reflects less than one whole dim
@@ -212,7 +213,7 @@ def test_any_padding_mode(case: Window, mode: str, data):
     parity(conv, [image(2, 2, size)], [2], ranks=(len(extents),), sizes=[extents], dtype=F64)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(windows(max_size=8), windows(max_size=8), st.data())
 def test_any_window_on_a_mesh_of_two_axes(first: Window, second: Window, data):
     both = (first, second)

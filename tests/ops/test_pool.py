@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import sized_splits, splits, windows
+from strategies import examples, sized_splits, splits, windows
 from torch import nn
 
 from shardfield.ops.pool import adaptive_range, adaptive_window
@@ -97,7 +97,7 @@ def test_indices_of_adaptive_maxima_are_refused():
     assert "positions of maxima" in text
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.data())
 def test_any_window(data):
     ranks = data.draw(st.integers(2, 4))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import sized_splits, splits
+from strategies import examples, sized_splits, splits
 from torch import nn
 
 from shardfield.ops.resize import resize_dim, taps
@@ -90,7 +90,7 @@ def test_unsplit_space_takes_every_mode():
     assert "antialias" in refused(resize, [X], [2])
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.data())
 def test_any_size(data):
     ranks = data.draw(st.integers(2, 4))
@@ -106,7 +106,7 @@ def test_any_size(data):
     parity(resize, [x], [2], (ranks,), [extents], dtype=torch.float64, subgroup=False)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.sampled_from(["nearest", "nearest-exact"]),
     st.integers(1, 300),

@@ -5,8 +5,9 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 
 from shardfield.axes import MeshAxes
 from shardfield.errors import UnsupportedOperation
@@ -88,7 +89,7 @@ def views(draw):
     return Layout(axes, dims), chain
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(views())
 def test_every_rank_holds_its_part_of_the_view(case):
     layout, chain = case
@@ -100,7 +101,7 @@ def test_every_rank_holds_its_part_of_the_view(case):
             return
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(views())
 def test_merging_moves_nothing_and_unmerging_recovers_the_split(case):
     layout, _ = case
