@@ -46,6 +46,21 @@ def extents_of(points: Sequence[int]) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(points, points[1:], strict=False))
 
 
+def wrapped(dim: int, ndim: int) -> int:
+    """A dim counted from the front, as torch counts.
+
+    Raises:
+        IndexError: there is no such dim, with torch's text.
+    """
+    count = max(ndim, 1)
+    if not -count <= dim < count:
+        raise IndexError(
+            "Dimension out of range (expected to be in range of "
+            f"[{-count}, {count - 1}], but got {dim})"
+        )
+    return dim % count
+
+
 def canonical(factors: Sequence[Factor]) -> Dim:
     """Merges neighbours that together are still one whole or one contiguously split factor."""
     merged: list[Factor] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardfield.ops.index import rows_in
+from shardfield.ranges import rows_in
 from shardfield.testing import parity, refused
 
 X = torch.randn(3, 7, 9, generator=torch.Generator().manual_seed(0))

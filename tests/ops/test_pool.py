@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import examples, sized_splits, splits, windows
 from torch import nn
 
-from shardfield.ops.pool import adaptive_range, adaptive_window
+from shardfield.ops.adaptive import adaptive_range, adaptive_window
 from shardfield.testing import parity, refused
 
 X = torch.randn(2, 3, 16, 9, generator=torch.Generator().manual_seed(0))

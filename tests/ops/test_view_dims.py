@@ -12,8 +12,8 @@ from strategies import examples
 from shardfield.axes import MeshAxes
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Factor, Layout
-from shardfield.ops.view import view_dims
 from shardfield.plan import runs_of
+from shardfield.views import view_dims
 
 
 def block(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:

@@ -10,15 +10,9 @@ from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import transposed_window, window
 from shardfield.registry import register, unsupported
+from shardfield.spatial import each
 from shardfield.tensor import ShardTensor
 from shardfield.windowed import WindowPlan, window_plan, windowed
-
-
-def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """One number per spatial dim, as torch spreads them."""
-    if isinstance(value, int):
-        return (value,) * dims
-    return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
 def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
@@ -27,7 +21,7 @@ def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
     if padding == "same":
         reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((r // 2, r - r // 2) for r in reach)
-    return tuple((p, p) for p in _each(padding, len(kernel)))
+    return tuple((p, p) for p in each(padding, len(kernel)))
 
 
 @constant
@@ -78,7 +72,7 @@ def conv(
     _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
-    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    stride, dilation = each(stride, dims), each(dilation, dims)
     lead = _check(op, input.layout, dims)
     pads = _padding(padding, kernel, dilation)
     plan = _conv_plan(input.layout, lead, weight.shape[0], kernel, stride, pads, dilation)
@@ -148,8 +142,8 @@ def conv_transpose(
     _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
-    stride, dilation = _each(stride, dims), _each(dilation, dims)
-    padding, output_padding = _each(padding, dims), _each(output_padding, dims)
+    stride, dilation = each(stride, dims), each(dilation, dims)
+    padding, output_padding = each(padding, dims), each(output_padding, dims)
     lead = _check(op, input.layout, dims)
     plan, pads, extras = _transposed_plan(
         input.layout,

@@ -10,7 +10,7 @@ import torch
 
 from shardfield.comm.fetch import fetch
 from shardfield.constant import constant
-from shardfield.layout import Layout
+from shardfield.layout import Layout, wrapped
 from shardfield.plan import Exchange, Run, Segment, exchange, runs_of
 from shardfield.registry import register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result
@@ -71,26 +71,16 @@ def _all(value) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _front(dims: Sequence[int], ndim: int) -> list[int]:
-    for dim in dims:
-        if not -ndim <= dim < ndim:
-            raise IndexError(
-                "Dimension out of range (expected to be in range of "
-                f"[{-ndim}, {ndim - 1}], but got {dim})"
-            )
-    return [dim % ndim for dim in dims]
-
-
 @constant
 def roll_plan(layout: Layout, shifts: tuple[int, ...], dims: tuple[int, ...]) -> ShiftPlan:
     """The plan of `torch.roll`; several shifts of one dim follow each other."""
-    return _plan(layout, _front(dims, len(layout.dims)), shifts)
+    return _plan(layout, [wrapped(dim, len(layout.dims)) for dim in dims], shifts)
 
 
 @constant
 def flip_plan(layout: Layout, dims: tuple[int, ...]) -> ShiftPlan:
     """The plan of `torch.flip`."""
-    front = _front(dims, len(layout.dims))
+    front = [wrapped(dim, len(layout.dims)) for dim in dims]
     if len(set(front)) < len(front):
         raise RuntimeError(f"dims {dims} appear more than once in the list of dims")
     return _plan(layout, front, (None,) * len(front))
