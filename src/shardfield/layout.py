@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from math import prod
@@ -156,7 +156,7 @@ class Layout:
             return 0
         return sum(factor.extents[: self.mesh.rank(factor.axes)])
 
-    def replace(self, changes: dict[int, Sequence[Factor]]) -> Layout:
+    def replace(self, changes: Mapping[int, Sequence[Factor]]) -> Layout:
         """The layout with some dims exchanged."""
         return Layout(
             self.mesh, tuple(changes.get(index, dim) for index, dim in enumerate(self.dims))

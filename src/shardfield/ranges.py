@@ -10,6 +10,8 @@ import torch
 from shardfield.comm.move import move
 from shardfield.constant import constant
 from shardfield.layout import Dim, Factor, Layout, cuts, even_extents, extents_of
+from shardfield.registry import current_operation
+from shardfield.tensor import ShardTensor, local_of, wrap
 
 Cut = tuple[int, int, int]
 """Rows `start, start+step, ...` before `stop` of one dim; as `slice.indices` gives them."""
@@ -55,8 +57,8 @@ def slice_plan(layout: Layout, wanted: tuple[Cut | None, ...]) -> SlicePlan:
             taken.append((dim, start * unit, stop * unit, 1))
             dims[dim] = (Factor(stop - start), *layout.dims[dim][1:])
             continue
-        factor = contiguous_ranges(source, dim)
-        source = source.replace({dim: (factor,)})
+        source = ranges_of(source, (dim,))
+        factor = source.dims[dim][0]
         points = [rows_in(cut, point) for point in cuts(factor.extents)]
         rank = layout.mesh.rank(factor.axes)
         start, stop, step = cut
@@ -75,15 +77,6 @@ def _inner_cut(dim: Dim, cut: Cut) -> Cut | None:
     if dim[0].axes or step != 1 or not unit or start % unit or max(start, stop) % unit:
         return None
     return start // unit, max(start, stop) // unit, 1
-
-
-def contiguous_ranges(layout: Layout, dim: int) -> Factor:
-    """The one split factor of a dim, or the one it takes to hold contiguous ranges, evenly cut."""
-    factor = layout.contiguous(dim)
-    if factor is not None:
-        return factor
-    size, axes = layout.shape[dim], layout.axes(dim)
-    return Factor(size, axes, even_extents(size, layout.mesh.size(axes)))
 
 
 def cut_of(index: slice, size: int) -> Cut:
@@ -111,3 +104,58 @@ def sliced(op, local: torch.Tensor, layout: Layout, wanted: tuple[Cut | None, ..
         else:
             local = local[(slice(None),) * dim + (slice(start, stop, step),)]
     return local, plan.layout, plan.source is not layout
+
+
+@constant
+def ranges_of(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """`layout` with contiguous ranges of these dims; those that have none are cut evenly."""
+    changes = {}
+    for dim in dims:
+        if layout.contiguous(dim) is None:
+            size, axes = layout.shape[dim], layout.axes(dim)
+            changes[dim] = (Factor(size, axes, even_extents(size, layout.mesh.size(axes))),)
+    return layout.replace(changes)
+
+
+def in_ranges(x: ShardTensor, *dims: int) -> ShardTensor:
+    """`x` with contiguous ranges of these dims. Comm: none where it has them, else one fetch."""
+    return moved_to(x, ranges_of(x._layout, dims))
+
+
+def moved_to(x: ShardTensor, target: Layout) -> ShardTensor:
+    """`x` in another layout, split over the same axes; itself where nothing moves."""
+    if target is x._layout:
+        return x
+    operation = None if torch.compiler.is_compiling() else current_operation()
+    moved = wrap(move(local_of(x), x._layout, target, operation), target)
+    moved._moved = True
+    return moved
+
+
+@constant
+def aligned(layout: Layout, units: tuple[tuple[int, int], ...]) -> Layout:
+    """`layout` with the cuts of some dims at multiples of a unit, the nearest ones.
+
+    Args:
+        units: (dim, unit) for each; the unit divides the size of the dim.
+    """
+    changes = {}
+    for dim, unit in units:
+        if all(extent % unit == 0 for factor in layout.dims[dim][-1:] for extent in factor.extents):
+            continue
+        factor = ranges_of(layout, (dim,)).dims[dim][0]
+        points = [(point + unit // 2) // unit * unit for point in cuts(factor.extents)]
+        changes[dim] = (Factor(factor.size, factor.axes, extents_of(points)),)
+    return layout.replace(changes)
+
+
+def divided(dim: Dim, unit: int) -> Dim:
+    """A dim of which `unit` neighbours, never cut apart, become one row."""
+    *outer, last = dim or (Factor(1),)
+    extents = tuple(extent // unit for extent in last.extents)
+    return (*outer, Factor(last.size // unit, last.axes, extents))
+
+
+def multiplied(dim: Dim, unit: int) -> Dim:
+    """A dim of which every row becomes `unit` neighbours."""
+    return (*dim, Factor(unit))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Dim, Factor, Layout, canonical, cuts, extents_of
 
 
@@ -30,10 +29,7 @@ def view_dims(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
 
     A whole factor may be cut anywhere it divides, a split one where all its cuts are multiples of
     what is left inside; else its cuts move to the nearest multiples. Factors that do not line up
-    with the new dims at all become one contiguous range first.
-
-    Raises:
-        UnsupportedOperation: factors that do not line up are split over more than one axis.
+    with the new dims at all become one contiguous range first, over all their axes together.
     """
     if shape == layout.shape:
         return ViewPlan(layout)
@@ -42,7 +38,7 @@ def view_dims(layout: Layout, shape: tuple[int, ...]) -> ViewPlan:
     if 0 in shape:  # every rank holds all there is
         return ViewPlan(Layout(layout.mesh, [(Factor(size),) for size in shape]))
     inner = {prod(shape[index:]) for index in range(len(shape) + 1)}
-    groups = _lined_up(canonical([f for dim in layout.dims for f in dim]), inner, layout, shape)
+    groups = _lined_up(canonical([f for dim in layout.dims for f in dim]), inner)
     atoms = [_cuttable(group, stride, inner) for group, stride in groups]
     out = Layout(layout.mesh, _spread(atoms, shape))
     if all(group == (atom,) for (group, _), atom in zip(groups, atoms, strict=True)):
@@ -57,9 +53,7 @@ def _whole(layout: Layout, seen: Sequence[int], shape: Sequence[int]) -> ViewPla
     return ViewPlan(Layout(layout.mesh, [(Factor(size),) for size in shape]), layout, target)
 
 
-def _lined_up(
-    atoms: Dim, inner: set[int], layout: Layout, shape: tuple[int, ...]
-) -> list[tuple[Dim, int]]:
+def _lined_up(atoms: Dim, inner: set[int]) -> list[tuple[Dim, int]]:
     """Groups of factors that the new dims' boundaries cut evenly, each with its inner stride.
 
     A group of several factors has to become one contiguous range.
@@ -83,13 +77,6 @@ def _lined_up(
             while starts and starts[-1] >= first:  # taken to be fine on their own
                 starts.pop()
                 groups.pop()
-            if sum(len(f.axes) > 0 for f in group) > 1:
-                raise UnsupportedOperation(
-                    f"a view of {layout} as {shape}",
-                    "dims that do not line up with the new ones are split over more than one axis",
-                    "x.redistribute(...) so that one of them is split, or reshape in two steps",
-                    "views",
-                )
         starts.append(first)
         groups.append((group, strides[last]))
         index = last + 1
@@ -104,15 +91,19 @@ def _between(inner: set[int], stride: int, size: int) -> list[int]:
 def _cuttable(group: Dim, stride: int, inner: set[int]) -> Factor:
     """The one factor a group becomes, its cuts at multiples of what the new dims need whole."""
     size = prod(f.size for f in group)
-    split = next((f for f in group if f.axes), None)
-    if split is None:
+    split = [f for f in group if f.axes]
+    if not split:
         return Factor(size)
     unit = max(_between(inner, stride, size), default=stride) // stride
-    scale = size // split.size
-    if len(group) == 1 and all(extent % unit == 0 for extent in split.extents):
-        return split
-    points = [(point * scale + unit // 2) // unit * unit for point in cuts(split.extents)]
-    return Factor(size, split.axes, extents_of(points))
+    if len(group) == 1 and all(extent % unit == 0 for extent in split[0].extents):
+        return split[0]
+    rows, extents = split[0].size, split[0].extents
+    if len(split) > 1:  # ranges in the order of the ranks: evenly
+        rows = prod(len(f.extents) for f in split)
+        extents = (1,) * rows
+    points = [(point * size // rows + unit // 2) // unit * unit for point in cuts(extents)]
+    axes = tuple(axis for f in split for axis in f.axes)
+    return Factor(size, axes, extents_of(points))
 
 
 def _spread(atoms: Sequence[Factor], shape: tuple[int, ...]) -> list[list[Factor]]:

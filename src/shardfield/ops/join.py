@@ -198,14 +198,15 @@ def stack(op, tensors, dim=0, *, out=None):
 
 @register(torch.hstack, torch.vstack, torch.row_stack, torch.column_stack, torch.dstack, uses=False)
 def stack_along(op, tensors, *, out=None):
-    """Spelled with `cat`, as torch defines them."""
-    if out is not None or any(t.dim() < _FEWEST[op] for t in tensors):
-        raise unsupported(
-            op, "out=, or a tensor that gets new dims first", "use torch.cat", args=tensors
-        )
-    return torch.cat(tensors, _ALONG[op])
-
-
-_ALONG = {torch.hstack: 1, torch.vstack: 0, torch.row_stack: 0, torch.column_stack: 1}
-_ALONG[torch.dstack] = 2
-_FEWEST = {op: max(2, along + 1) for op, along in _ALONG.items()}
+    """As `cat`, of tensors that get new dims first. Comm: as `cat`."""
+    if out is not None:
+        raise unsupported(op, "out= writes into a given tensor", "assign the result", args=tensors)
+    name = op.__name__
+    if name in ("vstack", "row_stack"):
+        return torch.cat([torch.atleast_2d(t) for t in tensors], 0)
+    if name == "dstack":
+        return torch.cat([torch.atleast_3d(t) for t in tensors], 2)
+    if name == "column_stack":
+        return torch.cat([t.reshape(-1, 1) if t.dim() < 2 else t for t in tensors], 1)
+    rows = [torch.atleast_1d(t) for t in tensors]
+    return torch.cat(rows, 0 if rows[0].dim() == 1 else 1)

@@ -39,6 +39,12 @@ def narrow(op, input, dim, start, length):
     return _slice(op, input, dim, (start, start + length, 1))
 
 
+@register(torch.narrow_copy, _T.narrow_copy, uses=False)
+def narrow_copy(op, input, dim, start, length):
+    """A copy of `narrow`. Comm: none."""
+    return input.narrow(dim, start, length).clone()
+
+
 @register(torch.select, _T.select, uses=False)
 def select(op, input, dim, index):
     """One row; of a split dim every rank gets it. Comm: none; its owner's row to all others."""
@@ -69,7 +75,7 @@ def _equal(size: int, length: int) -> list[int]:
     return [min(length, size - at) for at in range(0, size, length)]
 
 
-@register(torch.split, _T.split, uses=False)
+@register(torch.split, _T.split, torch.unsafe_split, _T.unsafe_split, uses=False)
 def split(op, tensor, split_size_or_sections=None, dim=0, *, split_size=None):
     """Slices; of a split dim every rank keeps its rows. Comm: none."""
     given = split_size_or_sections if split_size is None else split_size
@@ -88,13 +94,19 @@ def split(op, tensor, split_size_or_sections=None, dim=0, *, split_size=None):
     return _pieces(op, tensor, dim, _equal(size, given))
 
 
-@register(torch.split_with_sizes, _T.split_with_sizes, uses=False)
+@register(
+    torch.split_with_sizes,
+    _T.split_with_sizes,
+    torch.unsafe_split_with_sizes,
+    _T.unsafe_split_with_sizes,
+    uses=False,
+)
 def split_with_sizes(op, input, split_sizes, dim=0):
     """As `split`."""
     return split(op, input, tuple(split_sizes), dim)
 
 
-@register(torch.chunk, _T.chunk, uses=False)
+@register(torch.chunk, _T.chunk, torch.unsafe_chunk, _T.unsafe_chunk, uses=False)
 def chunk(op, input, chunks, dim=0):
     """As `split`, into equal parts."""
     dim = wrapped(dim, len(input._layout.dims))
@@ -111,11 +123,11 @@ def tensor_split(op, input, indices_or_sections=None, dim=0, *, indices=None, se
     given = indices_or_sections if indices_or_sections is not None else indices or sections
     dim = wrapped(dim, len(input._layout.dims))
     size = input._layout.shape[dim]
+    if isinstance(given, torch.Tensor):
+        given = given.tolist()
     if isinstance(given, int):
         full, more = divmod(size, given)
         return _pieces(op, input, dim, [full + (part < more) for part in range(given)])
-    if isinstance(given, torch.Tensor):
-        raise unsupported(op, "it is cut at rows given by a tensor", args=(input,))
     if given is None:
         raise unsupported(op, "neither rows nor a number of parts is given", args=(input,))
     points = [slice(0, at).indices(size)[1] for at in given]
@@ -123,6 +135,21 @@ def tensor_split(op, input, indices_or_sections=None, dim=0, *, indices=None, se
         _slice(op, input, dim, (a, max(a, b), 1))
         for a, b in zip((0, *points), (*points, size), strict=True)
     )
+
+
+@constant
+def _named_split(op, layout: Layout, given) -> int:
+    """The dim that hsplit, vsplit and dsplit cut."""
+    op(torch.empty(layout.shape, device="meta"), given)  # raises where torch raises
+    return {"hsplit": min(1, len(layout.dims) - 1), "vsplit": 0, "dsplit": 2}[op.__name__]
+
+
+@register(torch.hsplit, _T.hsplit, torch.vsplit, _T.vsplit, torch.dsplit, _T.dsplit, uses=False)
+def named_split(op, input, indices_or_sections=None, *, indices=None, sections=None):
+    """As `tensor_split`, along the dim that the name says."""
+    given = indices_or_sections if indices_or_sections is not None else indices or sections
+    given = tuple(given) if isinstance(given, (tuple, list)) else given
+    return input.tensor_split(given, _named_split(op, input._layout, given))
 
 
 @register(torch.unbind, _T.unbind, uses=False)

@@ -14,8 +14,9 @@ import torch
 from shardfield.comm.move import move
 from shardfield.constant import constant
 from shardfield.layout import Dim, Factor, Layout, wrapped
+from shardfield.ranges import aligned, divided, moved_to, multiplied
 from shardfield.registry import register, unsupported
-from shardfield.tensor import ShardTensor, local_of, marked, result
+from shardfield.tensor import ShardTensor, local_of, marked, result, wrap
 from shardfield.views import ViewPlan, full_shape, sizes_given, view_dims
 
 _T = torch.Tensor
@@ -65,10 +66,31 @@ def view(op, input, *shape, **named):
     return reshaped(op, input, sizes, strict=True)
 
 
+@constant
+def _dtype_plan(layout: Layout, dtype, other) -> tuple[Layout, Layout]:
+    """The layout whose last dim can be read in items of another type, and that of the result."""
+    torch.empty(layout.shape, dtype=dtype, device="meta").view(other)  # raises where torch raises
+    last, held, wanted = len(layout.dims) - 1, dtype.itemsize, other.itemsize
+    if held >= wanted:
+        return layout, layout.replace({last: multiplied(layout.dims[last], held // wanted)})
+    unit = wanted // held
+    source = aligned(layout, ((last, unit),))
+    return source, source.replace({last: divided(source.dims[last], unit)})
+
+
 def _view_dtype(op, input, dtype):
-    if dtype.itemsize != input.element_size():
-        raise unsupported(op, f"a view as {dtype} changes the last dim", args=(input,))
-    return marked(result(local_of(input).view(dtype), input._layout), input._moved)
+    """A local view. Comm: none, but where a rank's rows end inside one of the wider items."""
+    held, wanted = input.element_size(), dtype.itemsize
+    if held == wanted or not input._layout.dims:
+        return marked(result(local_of(input).view(dtype), input._layout), input._moved)
+    source, out = _dtype_plan(input._layout, input.dtype, dtype)
+    input = moved_to(input, source)
+    local, moved = local_of(input), input._moved
+    if not local.numel():  # has strides that fit no wider item
+        return wrap(local.new_empty(out.local_shape, dtype=dtype), out)
+    if held < wanted and (local.storage_offset() * held % wanted or not local.is_contiguous()):
+        local, moved = local.clone(memory_format=torch.contiguous_format), True
+    return marked(result(local.view(dtype), out), moved)
 
 
 @register(_T.reshape, torch.reshape, uses=False)
@@ -136,6 +158,24 @@ def unsqueeze(op, input, dim):
     """A local view. Comm: none."""
     out = _unsqueezed(input._layout, dim)
     return marked(result(local_of(input).unsqueeze(dim), out), input._moved)
+
+
+@register(*(getattr(torch, f"atleast_{n}d") for n in (1, 2, 3)), uses=False)
+def atleast(op, *tensors):
+    """Local views. Comm: none."""
+    ndim = int(op.__name__[len("atleast_")])
+    if len(tensors) == 1:
+        return _at_least(tensors[0], ndim)
+    return tuple([_at_least(tensor, ndim) for tensor in tensors])
+
+
+def _at_least(x: torch.Tensor, ndim: int) -> torch.Tensor:
+    """As torch does: new dims come first, but for the third, which comes last."""
+    if x.dim() == 0:
+        return x.reshape((1,) * ndim)
+    if x.dim() == 1 and ndim > 1:
+        x = x.unsqueeze(0)
+    return x.unsqueeze(-1) if x.dim() == 2 and ndim == 3 else x
 
 
 @constant
