@@ -8,7 +8,9 @@ import torch
 
 from shardfield.constant import constant
 from shardfield.layout import Layout
+from shardfield.ranges import moved_to, ranges_of
 from shardfield.registry import unsupported
+from shardfield.tensor import ShardTensor
 
 
 def each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
@@ -19,19 +21,20 @@ def each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 @constant
-def spatial(op, layout: Layout, dims: int) -> int:
-    """Number of dims before the spatial ones, which may be split anyhow.
-
-    Raises:
-        UnsupportedOperation: a spatial dim is not held in contiguous ranges.
-    """
+def _spatial(op, layout: Layout, dims: int) -> tuple[int, Layout]:
     lead = len(layout.dims) - dims
     if lead not in (1, 2):
         raise unsupported(op, f"its input has {len(layout.dims)} dims", args=(layout,))
-    for dim in range(lead, len(layout.dims)):
-        if layout.contiguous(dim) is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
-    return lead
+    return lead, ranges_of(layout, tuple(range(lead, len(layout.dims))))
+
+
+def spatial(op, x: ShardTensor, dims: int) -> tuple[ShardTensor, int]:
+    """`x` with its spatial dims in contiguous ranges, and the number of dims before them.
+
+    Comm: none, but for a spatial dim that was merged of several: one fetch.
+    """
+    lead, target = _spatial(op, x._layout, dims)
+    return moved_to(x, target), lead
 
 
 def global_positions(

@@ -13,10 +13,10 @@ from shardfield.comm.reduce import reduce_sum
 from shardfield.constant import constant
 from shardfield.layout import Factor, Layout, cuts, extents_of
 from shardfield.plan import DimPlan, Segment, centre_cuts
-from shardfield.registry import current_operation, groups_of, register, unsupported
-from shardfield.spatial import spatial
-from shardfield.tensor import ShardTensor, local_of, result, wrap
-from shardfield.windowed import WindowPlan, holds_nothing, nothing, window_plan, windowed
+from shardfield.registry import current_operation, groups_of, register
+from shardfield.spatial import global_positions, spatial
+from shardfield.tensor import ShardTensor, local_of, result
+from shardfield.windowed import WindowPlan, holds_nothing, window_plan, windowed
 
 _DIMS = {
     F.adaptive_avg_pool1d: 1,
@@ -29,6 +29,11 @@ _DIMS = {
     F.adaptive_max_pool2d_with_indices: 2,
     F.adaptive_max_pool3d_with_indices: 3,
 }
+_INDEXED = {
+    1: F.adaptive_max_pool1d_with_indices,
+    2: F.adaptive_max_pool2d_with_indices,
+    3: F.adaptive_max_pool3d_with_indices,
+}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,6 +45,7 @@ class AdaptivePlan:
         moved: per dim of `window.steps`, (first row, rows) of each output in this rank's block.
         single: split dims whose output is one row, the same on every rank.
         sizes: output size of the other spatial dims, None for those above.
+        starts: global row of the first row of this rank's block, per spatial dim.
         gathered: with `single` dims not summed up but whole: one row from each rank that has any.
         layout: of the result.
     """
@@ -48,6 +54,7 @@ class AdaptivePlan:
     moved: tuple[tuple[tuple[int, int], ...], ...]
     single: tuple[int, ...]
     sizes: tuple[int | None, ...]
+    starts: tuple[int, ...]
     gathered: Layout
     layout: Layout
 
@@ -76,7 +83,7 @@ def _adaptive_plan(
 ) -> AdaptivePlan:
     """`one_row_each`: ranks keep their own row of `single` dims instead of summing it up."""
     plans: dict[int, DimPlan] = {}
-    single, sizes = [], []
+    single, sizes, starts = [], [], [0] * len(asked)
     partial, gathered, final = {}, {}, {}
     for i, size in enumerate(asked):
         dim = lead + i
@@ -90,9 +97,13 @@ def _adaptive_plan(
         if extents is None:
             sizes.append(size)
             final[dim] = (Factor(size),)
+        elif size == 1 and layout.mesh.size(axes) == 1:
+            sizes.append(1)
+            final[dim] = (Factor(1),)
         elif size == 1:
             single.append(dim)
             sizes.append(None)
+            starts[i] = layout.offset(dim)
             rows = tuple(min(1, held) for held in extents)
             final[dim] = (Factor(1),)
             if one_row_each:
@@ -109,6 +120,7 @@ def _adaptive_plan(
         total, count = layout.shape[step.dim], plans[step.dim].size
         ranges = [adaptive_range(o, total, count) for o in range(first, first + rows)]
         base = ranges[0][0] if ranges else 0
+        starts[step.dim - lead] = base
         moved.append(tuple((a - base, b - a) for a, b in ranges))
     out = layout.replace({**final, **partial})
     window = WindowPlan(out, fetches.steps, holds_nothing(out), fetches.crops, fetches.moved)
@@ -117,19 +129,22 @@ def _adaptive_plan(
         tuple(moved),
         tuple(single),
         tuple(sizes),
+        tuple(starts),
         layout.replace({**final, **gathered}),
         layout.replace(final),
     )
 
 
-@constant
-def _adaptive_sizes(op, layout: Layout, output_size) -> tuple[int, tuple[int | None, ...]]:
-    """Leading dims, and one size per spatial dim (None: as it is)."""
-    dims = _DIMS[op]
-    lead = spatial(op, layout, dims)
+def _each_size(output_size, dims: int) -> tuple[int | None, ...]:
+    """One size per spatial dim; None: as it is."""
     if output_size is None or isinstance(output_size, int):
-        return lead, (output_size,) * dims
-    return lead, tuple(output_size) * (dims if len(output_size) == 1 else 1)
+        return (output_size,) * dims
+    return tuple(output_size) * (dims if len(output_size) == 1 else 1)
+
+
+@constant
+def _dims_of(op) -> int:
+    return _DIMS[op]
 
 
 def _sized(op, block, sizes):
@@ -142,8 +157,9 @@ def adaptive_avg_pool(op, input: ShardTensor, output_size) -> torch.Tensor:
 
     Comm: one all-reduce of the means where a split dim becomes 1, one fetch per other split dim.
     """
-    lead, asked = _adaptive_sizes(op, input.layout, output_size)
-    plan = _adaptive_plan(input.layout, lead, asked, False)
+    dims = _dims_of(op)
+    input, lead = spatial(op, input, dims)
+    plan = _adaptive_plan(input.layout, lead, _each_size(output_size, dims), False)
     dtype = input.dtype
     # Sums of many halves overflow: they travel in float32.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -177,42 +193,69 @@ def adaptive_avg_pool(op, input: ShardTensor, output_size) -> torch.Tensor:
     uses=False,
 )
 def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False):
-    """Exact for every size; a dim pooled to one row is no longer split. No indices of split dims.
+    """Exact for every size; a dim pooled to one row is no longer split. Indices are global.
 
-    Comm: a gather of the ranks' maxima where a split dim becomes 1, one fetch per other split dim.
+    Comm: a gather of the ranks' maxima, and one of their positions, where a split dim becomes 1;
+        one fetch per other split dim.
     """
-    layout = input.layout
-    lead, asked = _adaptive_sizes(op, layout, output_size)
-    plan = _adaptive_plan(layout, lead, asked, True)
-    if return_indices or op.__name__.endswith("_with_indices"):
-        if any(layout.is_split(dim) for dim in range(lead, len(layout.dims))):
-            raise unsupported(
-                op, "the positions of maxima of a split dim are not computed", args=(layout,)
-            )
-        values, indices = op(local_of(input), output_size, return_indices=True)
-        return wrap(values, plan.layout), wrap(indices, plan.layout)
-    dims = tuple(step.dim for step in plan.window.steps)
-    sizes = [1 if size is None else size for size in plan.sizes]
+    dims = _dims_of(op)
+    input, lead = spatial(op, input, dims)
+    plan = _adaptive_plan(input.layout, lead, _each_size(output_size, dims), True)
+    with_indices = _INDEXED[dims]
+    sizes = tuple([1 if size is None else size for size in plan.sizes])
+    whole = input.shape[lead:]
+    indices = None
 
     def act(block):
-        grid = []
+        nonlocal indices
+        values, places = [], []
         for ranges in product(*plan.moved):
-            part = block
-            for dim, (at, rows) in zip(dims, ranges, strict=True):
-                part = part.narrow(dim, at, rows)
-            grid.append(_sized(op, part, sizes))
-        for dim, ranges in reversed(list(zip(dims, plan.moved, strict=True))):
-            width = len(ranges)
-            grid = [torch.cat(grid[i : i + width], dim) for i in range(0, len(grid), width)]
-        return grid[0]
+            part, starts = block, list(plan.starts)
+            for step, (at, rows) in zip(plan.window.steps, ranges, strict=True):
+                part = part.narrow(step.dim, at, rows)
+                starts[step.dim - lead] += at
+            value, place = _sized(with_indices, part, sizes)
+            values.append(value)
+            if any(starts) or part.shape[lead:] != whole:
+                place = global_positions(place, part.shape[lead:], starts, whole)
+            places.append(place)
+        steps = [step.dim for step in plan.window.steps]
+        indices = _tiled(places, steps, plan.moved)
+        return _tiled(values, steps, plan.moved)
 
-    best = local_of(windowed(input, plan.window, act))
+    best = local_of(windowed(input, plan.window, act, curved=True))
+    if indices is None:
+        indices = best.new_empty(best.shape, dtype=torch.int64)
     if plan.single:
         operation = None if torch.compiler.is_compiling() else current_operation()
         best = move(best, plan.window.layout, plan.gathered, operation)
-        rest: list[int | None] = [None] * len(sizes)
-        for dim in plan.single:
-            rest[dim - lead] = 1
-        empty = (plan.layout.local_shape, (best,))
-        best = _sized(op, best, rest) if best.numel() else nothing(*empty)
+        indices = move(indices, plan.window.layout, plan.gathered, operation)
+        best, indices = _first_largest(best, indices, plan.single)
+    if return_indices or with_indices is op:
+        return result(best, plan.layout), result(indices, plan.layout)
     return result(best, plan.layout)
+
+
+def _tiled(parts: list[torch.Tensor], dims, counts) -> torch.Tensor:
+    """Joins a row-major grid of parts along `dims`."""
+    for dim, ranges in reversed(list(zip(dims, counts, strict=True))):
+        width = len(ranges)
+        parts = [torch.cat(parts[i : i + width], dim) for i in range(0, len(parts), width)]
+    return parts[0]
+
+
+def _first_largest(values: torch.Tensor, places: torch.Tensor, dims: tuple[int, ...]):
+    """The largest values over some dims, and where they are, as torch picks among equal ones.
+
+    That is the first one in row-major order, but the last of NaNs.
+    """
+    top = values.detach().amax(dims, keepdim=True)
+    isnan = top.isnan()
+    candidate = torch.where(isnan, values.isnan(), values == top)
+    order = torch.where(candidate, torch.where(isnan, -places, places), _NOWHERE)
+    first = order.amin(dims, keepdim=True).abs()
+    picked = candidate & (places == first)
+    return torch.where(picked, values, 0).sum(dims, keepdim=True), first
+
+
+_NOWHERE = torch.iinfo(torch.int64).max

@@ -28,6 +28,9 @@ _DIMS = {
     F.avg_pool1d: 1,
     F.avg_pool2d: 2,
     F.avg_pool3d: 3,
+    F.lp_pool1d: 1,
+    F.lp_pool2d: 2,
+    F.lp_pool3d: 3,
 }
 _WITH_INDICES = (
     F.max_pool1d_with_indices,
@@ -136,7 +139,7 @@ def max_pool(
     kernel = each(kernel_size, dims)
     steps = each(stride, dims) if stride else kernel
     padding, dilation = each(padding, dims), each(dilation, dims)
-    lead = spatial(op, input.layout, dims)
+    input, lead = spatial(op, input, dims)
     plan = _pool_plan(input.layout, lead, kernel, steps, padding, dilation, bool(ceil_mode), False)
     indices = None
 
@@ -177,7 +180,7 @@ def avg_pool(
     dims, _ = _dims_of(op)
     kernel = each(kernel_size, dims)
     steps = each(stride, dims) if stride else kernel
-    lead = spatial(op, input.layout, dims)
+    input, lead = spatial(op, input, dims)
     plan = _pool_plan(
         input.layout,
         lead,
@@ -201,3 +204,24 @@ def avg_pool(
         return out
 
     return windowed(input, plan.window, act, curved=True)
+
+
+_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+@register(F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, uses=False)
+def lp_pool(op, input: ShardTensor, norm_type, kernel_size, stride=None, ceil_mode=False):
+    """As torch defines it: by averages of powers, or maxima. Comm: one fetch per split dim."""
+    dims, _ = _dims_of(op)
+    kernel = each(kernel_size, dims)
+    stride = kernel if stride is None else stride
+    if norm_type == float("inf"):
+        return _MAX[dims](input.abs(), kernel, stride, 0, 1, ceil_mode)
+    if norm_type == -float("inf"):
+        return -_MAX[dims](-input.abs(), kernel, stride, 0, 1, ceil_mode)
+    mean = _AVERAGE[dims](input.pow(norm_type), kernel, stride, 0, ceil_mode)
+    window = 1
+    for rows in kernel:
+        window *= rows
+    return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(window).pow(1.0 / norm_type)
