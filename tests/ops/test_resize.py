@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from strategies import examples, sized_splits, splits
 from torch import nn
 
-from shardfield.ops.resize import resize_dim, taps
+from shardfield.ops.resize import resize_dim
+from shardfield.taps import taps
 from shardfield.testing import parity, refused
 
 X = torch.randn(2, 3, 16, 6, generator=torch.Generator().manual_seed(0))
