@@ -1,4 +1,4 @@
-"""Taps of `interpolate`: the rows that torch reads for every output row, and their weights. Pure."""
+"""Taps of `interpolate`: rows that torch reads for every output row, and their weights. Pure."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
-from shardfield.testing import parity, rank_pool, refused
+from shardfield.testing import parity, rank_pool
 
 X = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(0))
 SIZES = [(1, 3), (4, 0), (2, 0, 2), (0, 1, 0, 3), (1, 5), (1, 1, 4), (2, 2, 2, 0)]
@@ -49,9 +49,12 @@ def test_case_20_one_dim_of_everything(dim):
     check(lambda x: (x.view(-1), x.view(-1).view(6, 256)), [x], [dim], (4,))
 
 
-def test_splits_on_two_axes_that_do_not_line_up_are_refused():
-    x = torch.randn(6, 4)
-    refused(lambda x: x.view(8, 3), [x], [{0: "h", 1: "w"}], match="more than one axis", ranks=(4,))
+def test_case_20_splits_on_two_axes_that_do_not_line_up():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    sizes = [{"h": (3, 3), "w": (1, 3)}, {"h": (6, 0), "w": (0, 4)}]
+    check(
+        lambda x: (x.view(8, 3) * x.view(8, 3), x.view(3, 8)), [x], [{0: "h", 1: "w"}], (4,), sizes
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -10,7 +10,7 @@ from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import transposed_window, window
 from shardfield.registry import register, unsupported
-from shardfield.spatial import each
+from shardfield.spatial import each, spatial
 from shardfield.tensor import ShardTensor
 from shardfield.windowed import WindowPlan, window_plan, windowed
 
@@ -25,17 +25,10 @@ def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
 
 
 @constant
-def _check(op, layout: Layout, dims: int) -> int:
-    """Number of leading dims before the spatial ones; refuses what has no exact plan."""
-    lead = len(layout.dims) - dims
-    if lead not in (1, 2):
-        raise unsupported(op, f"its input has {len(layout.dims)} dims", args=(layout,))
+def _check(op, layout: Layout, lead: int) -> None:
+    """Refuses what has no exact plan."""
     if layout.is_split(lead - 1):
         raise unsupported(op, f"its channels (dim {lead - 1}) are split", args=(layout,))
-    for dim in range(lead, len(layout.dims)):
-        if layout.contiguous(dim) is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
-    return lead
 
 
 def _check_weight(op, input, weight, bias) -> None:
@@ -73,7 +66,8 @@ def conv(
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
     stride, dilation = each(stride, dims), each(dilation, dims)
-    lead = _check(op, input.layout, dims)
+    input, lead = spatial(op, input, dims)
+    _check(op, input.layout, lead)
     pads = _padding(padding, kernel, dilation)
     plan = _conv_plan(input.layout, lead, weight.shape[0], kernel, stride, pads, dilation)
     if plan.steps:
@@ -144,7 +138,8 @@ def conv_transpose(
     kernel = tuple(weight.shape[2:])
     stride, dilation = each(stride, dims), each(dilation, dims)
     padding, output_padding = each(padding, dims), each(output_padding, dims)
-    lead = _check(op, input.layout, dims)
+    input, lead = spatial(op, input, dims)
+    _check(op, input.layout, lead)
     plan, pads, extras = _transposed_plan(
         input.layout,
         lead,
