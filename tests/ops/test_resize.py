@@ -89,7 +89,7 @@ def test_antialias(mode):
         return (
             F.interpolate(x, (5, 9), mode=mode, antialias=True),
             F.interpolate(x, scale_factor=(0.3, 1.7), mode=mode, antialias=True),
-            F.interpolate(x, (3, 1), mode=mode, align_corners=True, antialias=True),
+            F.interpolate(x, (1, 2), mode=mode, align_corners=True, antialias=True),
         )
 
     parity(resize, [X], [2], sizes=SIZES, dtype=torch.float64, double=mode == "bicubic")

@@ -55,7 +55,7 @@ def test_modules_merged_dims_and_unbatched_images():
 
 def test_sizes_that_do_not_divide_are_errors_on_all_ranks():
     for fn in (lambda x: F.pixel_shuffle(x, 3), lambda x: F.pixel_unshuffle(x, 4)):
-        refused(fn, [X], [2], error=RuntimeError, match="factor", ranks=(2,))
+        refused(fn, [X], [2], error=RuntimeError, ranks=(2,))
     refused(lambda x: F.channel_shuffle(x, 3), [X], [1], error=RuntimeError, ranks=(2,))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
-from shardfield.testing import parity, rank_pool
+from shardfield.testing import parity, rank_pool, refused
 
 X = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(0))
 SIZES = [(1, 3), (4, 0), (2, 0, 2), (0, 1, 0, 3), (1, 5), (1, 1, 4), (2, 2, 2, 0)]
@@ -89,6 +89,18 @@ def test_heads_and_windows():
         return x.view(2, 3, 2, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, 3)
 
     check(windows, [X], [2], sizes=[(2, 2), (3, 1), (4, 0, 0)])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_items_of_other_sizes(dim):
+    whole = torch.arange(48).view(4, 12)
+
+    def items(x):
+        wide = x.view(torch.complex128)
+        return x.view(torch.int16), x[:, 4:].view(torch.float64), wide.view(torch.int64) * 2
+
+    parity(items, [whole], [dim], sizes=[(1, 3), (7, 5), (4, 0), (3, 0, 9), (1, 0, 0, 3)])
+    refused(lambda x: x[:, 1:].view(torch.complex128), [whole], [0], error=RuntimeError, ranks=(2,))
 
 
 def _writes(rank):
