@@ -102,7 +102,7 @@ def running_extreme(op, input: ShardTensor, dim: int, *, out=None):
 def _elsewhere(parts: Tensor, group: str, after: bool, neutral: float) -> Tensor:
     """What the ranks hold, stacked; neutral where that rank is not before (or after) this one.
 
-    Every rank reads all of it: a compiler drops a collective of which one rank uses nothing.
+    Every rank reads all of it, so that their graphs are the same.
     """
     ranks, rank = torch.arange(size_of(group), device=parts.device), rank_of(group)
     kept = (ranks > rank) if after else (ranks < rank)
