@@ -291,14 +291,14 @@ def group_norm(
 
 
 def _filled(local: Tensor, weight: Tensor | None, bias: Tensor | None, per: int):
-    """An empty block (and parameters) as one of a single zero sample and group, tied to it.
+    """An empty block (and parameters) as one of a single zero position, tied to it.
 
     torch refuses some empty blocks; and what a rank without elements computes must hang on the
     same graph as elsewhere, also when gradients are differentiated again.
     """
     if local.numel():
         return local, weight, bias
-    shape = [max(n, 1) for n in local.shape]
+    shape = [1] * local.dim()
     shape[1] = max(local.shape[1], per)
     parameters = [
         p if p is None or len(p) == shape[1] else p.new_zeros(shape[1]) + p.sum()
