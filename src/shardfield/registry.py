@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
-from shardfield.comm._torch import let_dynamo_dispatch
+from shardfield.comm._torch import let_dynamo_dispatch, let_dynamo_reenter
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
@@ -202,6 +202,7 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
 # Set on both: torch disables it on a class that defines __torch_dispatch__ and not this one.
 for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+let_dynamo_reenter(ShardTensor)
 
 
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:

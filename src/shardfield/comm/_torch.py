@@ -48,6 +48,27 @@ def let_dynamo_dispatch(functions) -> None:
     get_overridable_functions().update(functions)
 
 
+def let_dynamo_reenter(cls: type) -> None:
+    """Has Dynamo dispatch what `cls.__torch_function__` calls on tensors of `cls`, as eager does.
+
+    It turns the dispatch off inside, and traced handlers that call torch on sharded tensors would
+    get this rank's local result without an error.
+    """
+    from torch._dynamo.variables import torch_function as dynamo
+
+    variable: Any = dynamo.TensorWithTFOverrideVariable
+    original = variable.call_torch_function
+
+    def call_torch_function(self, tx, fn, types, args, kwargs):
+        if not issubclass(self.class_type, cls):
+            return original(self, tx, fn, types, args, kwargs)
+        if not hasattr(self, "torch_function_fn"):
+            self.torch_function_fn = dynamo.get_torch_function_fn(tx, self)
+        return dynamo.call_torch_function(tx, self.torch_function_fn, fn, types, args, kwargs)
+
+    variable.call_torch_function = call_torch_function
+
+
 def keep_equal_collectives() -> None:
     """Has compilers enter two collectives of equal arguments twice.
 
@@ -109,6 +130,7 @@ __all__ = [
     "in_backward",
     "keep_equal_collectives",
     "let_dynamo_dispatch",
+    "let_dynamo_reenter",
     "make_subclass",
     "rank_of",
     "resolve_group",
