@@ -49,13 +49,10 @@ def subscripts(equation: str, *dims: int) -> tuple[tuple[str, ...], str]:
 
 
 @constant
-def _einsum_plan(op, equation: str, *operands: Operand) -> Contraction:
-    return contraction(equation, "", *operands)
-
-
-@constant
-def _check_einsum(op, equation: str, *operands: Operand) -> None:
+def _terms(op, equation: str, *operands: Operand) -> tuple[tuple[str, ...], str]:
     check_shapes(op, lambda *shapes: torch.einsum(equation, *shapes), *operands)
+    dims = [len(o.dims) if isinstance(o, Layout) else len(o) for o in operands]
+    return subscripts(equation, *dims)
 
 
 @register(torch.einsum, uses=False)
@@ -71,9 +68,8 @@ def einsum(op, equation, *operands) -> Tensor:
         equation, operands = _from_lists(equation, *operands)
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    _check_einsum(op, equation, *[operand_of(x) for x in operands])
-    inputs, output = subscripts(equation, *[x.dim() for x in operands])
-    return _contract(op, list(inputs), output, list(operands))
+    inputs, output = _terms(op, equation, *[operand_of(x) for x in operands])
+    return _contract(inputs, output, list(operands))
 
 
 def _from_lists(*arguments):
@@ -89,20 +85,20 @@ def _from_lists(*arguments):
     return equation, arguments[:pairs:2]
 
 
-def _contract(op, inputs: list[str], output: str, operands: list[Tensor]) -> Tensor:
+def _contract(inputs: tuple[str, ...], output: str, operands: list[Tensor]) -> Tensor:
     for i, letters in enumerate(inputs):
-        while len(set(letters)) < len(letters):
-            letters, operands[i] = _diagonal(op, letters, operands[i])
-        inputs[i] = letters
+        if len(set(letters)) < len(letters):
+            letters, operands[i] = _diagonal(letters, operands[i])
+            return _contract((*inputs[:i], letters, *inputs[i + 1 :]), output, operands)
     equation = f"{','.join(inputs)}->{output}"
-    if not any(isinstance(x, ShardTensor) for x in operands):
+    if not any([isinstance(x, ShardTensor) for x in operands]):
         return torch.einsum(equation, *operands)
-    plan = _einsum_plan(op, equation, *[operand_of(x) for x in operands])
+    plan = contraction(equation, "", *[operand_of(x) for x in operands])
     if len(operands) > 2 and plan.moves:
         rest = output + "".join(inputs[2:])
         middle = "".join(sorted({x for x in inputs[0] + inputs[1] if x in rest}))
-        pair = _contract(op, inputs[:2], middle, operands[:2])
-        return _contract(op, [middle, *inputs[2:]], output, [pair, *operands[2:]])
+        pair = _contract(inputs[:2], middle, operands[:2])
+        return _contract((middle, *inputs[2:]), output, [pair, *operands[2:]])
 
     def act(*blocks):
         return torch.einsum(equation, *blocks)
@@ -141,7 +137,7 @@ def _diagonal_parts(
     return tuple(parts), out, layout.axes(second)
 
 
-def _diagonal(op, letters: str, x: Tensor) -> tuple[str, Tensor]:
+def _diagonal(letters: str, x: Tensor) -> tuple[str, Tensor]:
     """Takes the diagonal of the first index that occurs twice; it stays in its first place."""
     first = next(d for d, letter in enumerate(letters) if letters.count(letter) > 1)
     second = letters.index(letters[first], first + 1)
