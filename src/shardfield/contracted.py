@@ -109,10 +109,7 @@ def _held(value: Tensor, entry: Entry, plan: Contraction) -> Tensor:
 
 
 def _is_saving(blocks: Sequence[Tensor]) -> bool:
-    # Compiled: the partitioner decides what is kept.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return any(block.requires_grad for block in blocks)
+    return torch.is_grad_enabled() and any(block.requires_grad for block in blocks)
 
 
 def _lowered(block: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def _contract(inputs: tuple[str, ...], output: str, operands: list[Tensor]) -> T
             letters, operands[i] = _diagonal(letters, operands[i])
             return _contract((*inputs[:i], letters, *inputs[i + 1 :]), output, operands)
     equation = f"{','.join(inputs)}->{output}"
-    if not any([isinstance(x, ShardTensor) for x in operands]):
+    if not any(isinstance(x, ShardTensor) for x in operands):
         return torch.einsum(equation, *operands)
     plan = contraction(equation, "", *[operand_of(x) for x in operands])
     if len(operands) > 2 and plan.moves:

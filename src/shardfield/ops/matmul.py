@@ -103,31 +103,38 @@ def matmul_plan(op, left: Operand, right: Operand) -> Contraction:
     _T.__rmatmul__,
     uses=False,
 )
-def matmul(op, input, other, *, out=None) -> Tensor:
+def matmul(op, input, *others, out=None, **named) -> Tensor:
     """Rows, columns and batch dims stay split; a split contraction ends in a sum over its axes.
 
     Comm: none where each mesh axis splits one index, and equally in both operands; else as
         `contracted`.
     """
-    if out is not None:
-        raise unsupported(op, "out= writes into a given tensor", "assign the result")
+    (other,) = _operands(op, 1, others, named, out)
     if op is _T.__rmatmul__:
         op, input, other = torch.matmul, other, input
     plan = matmul_plan(op, operand_of(input), operand_of(other))
     return contracted(plan, (input, other), op, lowered=True)
 
 
-@register(torch.linalg.multi_dot, torch.chain_matmul, uses=False)
-def chain(op, *matrices, out=None) -> Tensor:
+@register(torch.linalg.multi_dot, uses=False)
+def multi_dot(op, tensors, *, out=None) -> Tensor:
     """Products from left to right. Comm: as `matmul`, for each."""
     if out is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result")
-    if len(matrices) == 1 and isinstance(matrices[0], (list, tuple)):
-        matrices = tuple(matrices[0])
-    product = matrices[0]
-    for matrix in matrices[1:]:
+    product = tensors[0]
+    for matrix in tensors[1:]:
         product = torch.matmul(product, matrix)
     return product
+
+
+def _operands(op, count: int, given: tuple, named: dict, out) -> list[Tensor]:
+    """The operands after the first; torch's names for them are in alphabetical order."""
+    if out is not None:
+        raise unsupported(op, "out= writes into a given tensor", "assign the result")
+    found = [*given, *[named[name] for name in sorted(named)]]
+    if len(found) != count or not all(isinstance(x, Tensor) for x in found):
+        raise unsupported(op, "its operands are tensors, and it takes no out_dtype", args=found)
+    return found
 
 
 _PRODUCTS = {
@@ -172,10 +179,9 @@ def _added_plan(
     _T.addbmm,
     uses=False,
 )
-def matmul_added(op, input, first, second, *, beta=1, alpha=1, out=None) -> Tensor:
+def matmul_added(op, input, *factors, beta=1, alpha=1, out=None, **named) -> Tensor:
     """`beta*input + alpha*(first @ second)`. Comm: as `contracted`, and to re-align the summand."""
-    if out is not None:
-        raise unsupported(op, "out= writes into a given tensor", "assign the result")
+    first, second = _operands(op, 2, factors, named, out)
     act = _PRODUCTS[_name(op)][1]
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         return _sum(input, act(first, second), beta, alpha)
