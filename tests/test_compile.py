@@ -311,10 +311,3 @@ def test_a_thousand_ranks_without_any():
     )
     assert run.returncode == 0, run.stderr
     assert "loss and gradients have their global shapes" in run.stdout
-
-
-def test_handlers_that_call_torch_on_shards_are_dispatched_again():
-    """Dynamo turns `__torch_function__` off inside itself; a local result would come out."""
-    x, y = torch.randn(2, 5), torch.randn(2, 5)
-    once = {"dtype": torch.float64, "compiled": "aot_eager", "output": "sharded"}
-    parity(lambda x, y: torch.max(x, y), [x, y], [1, 1], (2,), [(3, 2)], **once)

@@ -209,6 +209,17 @@ def test_case_23_attention_by_hand_sees_every_key(attention):
     parity(attention, [q, k, v, mask], [2, 2, 2, None], (2, 3), output="sharded", **once)
 
 
+def test_few_queries_move_and_many_keys_stay():
+    """Then probabilities are split over the keys, as the softmax takes them, and so are values."""
+
+    def attention(q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    q, k, v = randn(2, 3, 4), randn(2, 12, 4), randn(2, 12, 5)
+    sizes = [(8, 4), (0, 12), (4, 0, 8)]
+    parity(attention, [q, k, v], [1, 1, 1], (2, 3), sizes=sizes, dtype=torch.float64)
+
+
 def test_attention_over_a_grid_in_another_layout_of_heads():
     """(B, S, H, D) with rows over h x w, as an image flattened; S = 10 over 4 (CASES 23)."""
 

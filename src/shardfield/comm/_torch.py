@@ -50,25 +50,24 @@ def let_dynamo_dispatch(functions) -> None:
     get_overridable_functions().update(functions)
 
 
-def let_dynamo_reenter(cls: type) -> None:
-    """Has Dynamo dispatch what `cls.__torch_function__` calls on tensors of `cls`, as eager does.
+def dispatch_within_handlers(kind: type) -> None:
+    """Has traced `__torch_function__` of `kind` call torch functions on `kind`, as eager code does.
 
-    It turns the dispatch off inside, and traced handlers that call torch on sharded tensors would
-    get this rank's local result without an error.
+    Dynamo turns the dispatch off inside it: a handler made of other operations would compute this
+    rank's local result without an error.
     """
-    from torch._dynamo.variables import torch_function as dynamo
+    from torch._dynamo.variables import torch_function
 
-    variable: Any = dynamo.TensorWithTFOverrideVariable
+    variable = torch_function.TensorWithTFOverrideVariable
     original = variable.call_torch_function
 
-    def call_torch_function(self, tx, fn, types, args, kwargs):
-        if not issubclass(self.class_type, cls):
+    def call(self, tx, fn, types, args, kwargs):
+        if not issubclass(self.class_type, kind):
             return original(self, tx, fn, types, args, kwargs)
-        if not hasattr(self, "torch_function_fn"):
-            self.torch_function_fn = dynamo.get_torch_function_fn(tx, self)
-        return dynamo.call_torch_function(tx, self.torch_function_fn, fn, types, args, kwargs)
+        handler = torch_function.get_torch_function_fn(tx, self)
+        return torch_function.call_torch_function(tx, handler, fn, types, args, kwargs)
 
-    variable.call_torch_function = call_torch_function
+    variable.call_torch_function = call  # type: ignore[method-assign]
 
 
 def ordered(name: str):
@@ -122,10 +121,10 @@ __all__ = [
     "around_backward_hooks",
     "captures_leaf",
     "default_store",
+    "dispatch_within_handlers",
     "functional",
     "in_backward",
     "let_dynamo_dispatch",
-    "let_dynamo_reenter",
     "make_subclass",
     "ordered",
     "rank_of",

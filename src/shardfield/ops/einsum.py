@@ -252,10 +252,17 @@ def bilinear(op, input1, input2, weight, bias=None) -> Tensor:
     if not any(isinstance(x, Layout) for x in operands):
         return op(input1, input2, weight) + bias
     plan = _bilinear_plan(op, equation, *operands)
+
+    def pairs(x, y, factors):
+        return torch.einsum(f"{rows}i,oij,{rows}j->{rows}o", x, factors, y)
+
+    def act(x, y, factors):  # torch's own does not take a rank without features
+        return (op if x.shape[-1] and y.shape[-1] else pairs)(x, y, factors)
+
     if plan.moves:
-        y = torch.einsum(f"{rows}i,oij,{rows}j->{rows}o", input1, weight, input2)
+        y = pairs(input1, input2, weight)
     else:
-        y = contracted(plan, (input1, input2, weight), op)
+        y = contracted(plan, (input1, input2, weight), act)
     return y if bias is None else y + bias
 
 
