@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
-from shardfield.comm._torch import let_dynamo_dispatch
+from shardfield.comm._torch import let_dynamo_dispatch, let_dynamo_dispatch_more
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
@@ -98,11 +98,15 @@ def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler |
 
 def _enter(function: Any, handler: Handler) -> None:
     _handlers[function] = handler
-    name = getattr(function, "__name__", "")
-    written_in_python = isinstance(function, FunctionType)
-    if not written_in_python or getattr(torch.Tensor, name, None) is not function:
+    if not isinstance(function, FunctionType):
         return
-    _python_methods[name] = handler
+    for name in [name for name, found in vars(torch.Tensor).items() if found is function]:
+        _enter_method(name, function, handler)
+
+
+def _enter_method(name: str, function: FunctionType, handler: Handler) -> None:
+    """Registers a method of torch.Tensor that is written in Python."""
+    _python_methods[function.__name__] = handler
     if name in ShardTensor.__dict__:
         return
 
@@ -202,6 +206,7 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
 # Set on both: torch disables it on a class that defines __torch_dispatch__ and not this one.
 for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+let_dynamo_dispatch_more(ShardTensor)
 
 
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:

@@ -48,6 +48,40 @@ def let_dynamo_dispatch(functions) -> None:
     get_overridable_functions().update(functions)
 
 
+def let_dynamo_dispatch_more(kind: type) -> None:
+    """Has Dynamo dispatch what eager torch does of a tensor class, and it does not.
+
+    Calls that `kind.__torch_function__` makes itself, `abs(x)`, `len(x)` and iteration: traced code
+    would get this rank's local result without an error.
+    """
+    from torch._dynamo.variables import torch_function
+
+    variable = torch_function.TensorWithTFOverrideVariable
+
+    def call(self, tx, fn, types, args, kwargs):
+        entry = torch_function.get_torch_function_fn(tx, self)
+        return torch_function.call_torch_function(tx, entry, fn, types, args, kwargs)
+
+    ways = {
+        "call_torch_function": call,
+        "nb_absolute_impl": lambda self, tx: self.call_method(tx, "abs", [], {}),
+        "sq_length": lambda self, tx: self.var_getattr(tx, "shape").unpack_var_sequence(tx)[0],
+        "unpack_var_sequence": lambda self, tx, idxes=None: self.call_method(
+            tx, "unbind", [], {}
+        ).unpack_var_sequence(tx),
+    }
+    for name, way in ways.items():
+        setattr(variable, name, _for_kind(kind, way, getattr(variable, name)))
+
+
+def _for_kind(kind: type, way, otherwise):
+    def chosen(self, *args, **kwargs):
+        act = way if issubclass(self.class_type, kind) else otherwise
+        return act(self, *args, **kwargs)
+
+    return chosen
+
+
 def keep_equal_collectives() -> None:
     """Has compilers enter two collectives of equal arguments twice.
 
@@ -109,6 +143,7 @@ __all__ = [
     "in_backward",
     "keep_equal_collectives",
     "let_dynamo_dispatch",
+    "let_dynamo_dispatch_more",
     "make_subclass",
     "rank_of",
     "resolve_group",
