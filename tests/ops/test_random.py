@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 import shardfield as sf
 from shardfield.axes import MeshAxes
 from shardfield.errors import UnsupportedOperation
+from shardfield.keyed import Bits
 from shardfield.layout import Factor, Layout
-from shardfield.ops.random import Bits
 from shardfield.parallel.compile import compile
 from shardfield.testing import rank_pool
 
