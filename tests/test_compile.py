@@ -109,10 +109,15 @@ class Loss(nn.Module):
 
 
 class Short(nn.Sequential):
-    """One of each kind: what inductor compiles in seconds."""
+    """One of each kind: what inductor compiles in seconds.
+
+    Split as 8 + 1 the last rank sends its row, gets none and has no rows from then on.
+    """
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 2, 3))
+        super().__init__(
+            nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1)
+        )
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -205,9 +210,22 @@ def test_whole_graph_with_the_first_or_the_last_rank_empty():
     check("loss", 2, [(9, 0)], backend="aot_eager")
 
 
-def test_inductor_equals_eager_on_uneven_and_empty_shards():
-    # One thread: no pool of compilers beside every rank.
-    check("short", 3, options={"compile_threads": 1})
+@pytest.mark.parametrize("sizes", [(9, 0), (0, 9), (8, 1), (1, 8)], ids=str)
+def test_no_collective_is_lost_or_moved_on_a_rank_without_rows(sizes: Extents):
+    check("short", 2, [sizes], backend="aot_eager")
+
+
+# One thread: no pool of compilers beside every rank.
+def test_inductor_equals_eager_on_a_rank_that_only_sends():
+    check("short", 2, [(8, 1)], options={"compile_threads": 1})
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("net", NETS)
+def test_inductor_equals_eager_on_uneven_and_empty_shards(net: str, ranks: int):
+    sizes = {2: [(9, 0), (7, 2), (8, 1), (1, 8)], 3: [(4, 0, 5), (0, 8, 1), (3, 3, 3)]}
+    check(net, ranks, sizes[ranks], options={"compile_threads": 1})
 
 
 def test_compiled_parity_with_one_process():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
@@ -82,21 +84,15 @@ def _for_kind(kind: type, way, otherwise):
     return chosen
 
 
-def keep_equal_collectives() -> None:
-    """Has compilers enter two collectives of equal arguments twice.
+def ordered(name: str):
+    """Makes a function an operation that compilers neither drop, merge, move nor reorder."""
 
-    On a rank without rows, or without rows to send, the arguments of different exchanges are equal;
-    that rank alone would merge them, and the others would wait for the second.
-    """
-    from torch._functorch.compile_utils import rand_ops  # what is not merged
+    def register(function: Callable[..., torch.Tensor]) -> Any:
+        operation = torch.library.custom_op(name, function, mutates_args=())
+        operation.register_effect(EffectType.ORDERED)
+        return operation
 
-    for collective in (
-        functional.all_reduce,
-        functional.all_to_all_single,
-        functional.all_gather_into_tensor,
-    ):
-        if collective not in rand_ops:
-            rand_ops.append(collective)
+    return register
 
 
 @torch._dynamo.assume_constant_result
@@ -141,10 +137,10 @@ __all__ = [
     "default_store",
     "functional",
     "in_backward",
-    "keep_equal_collectives",
     "let_dynamo_dispatch",
     "let_dynamo_dispatch_more",
     "make_subclass",
+    "ordered",
     "rank_of",
     "resolve_group",
     "saved_tensor_hooks_in_force",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardfield.comm import agreement
+from shardfield.comm import agreement, traced
 from shardfield.comm._torch import BelowAutograd, functional, rank_of, size_of
 
 
@@ -63,9 +63,7 @@ def _enter(
     signature: object,
     start: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Starts a collective and waits for it: traced as it is, else counted and agreed on first."""
-    if torch.compiler.is_compiling():
-        return functional.wait_tensor(start())
+    """Starts a collective and waits for it: counted and agreed on first."""
     if _recording:
         _count(name, sent, operation)
     # Gradients are ours: torch's own, in Python, would cost as much again as the call.
@@ -78,6 +76,8 @@ def all_reduce(
 ) -> torch.Tensor:
     """A new tensor: `tensor` reduced over `group`."""
     tensor = tensor.contiguous()
+    if torch.compiler.is_compiling():
+        return traced.all_reduce(tensor, reduction, group)
     return _enter(
         "all_reduce",
         tensor.numel() * tensor.element_size(),
@@ -114,8 +114,10 @@ def all_to_all(
         size = tensor.element_size()
         counts = [size * count for count in receives], [size * count for count in sends]
         return all_to_all(tensor.view(torch.uint8), *counts, group, operation).view(tensor.dtype)
+    if torch.compiler.is_compiling():
+        return traced.all_to_all(tensor, receives, sends, group)
     sent = sum(sends)
-    if not torch.compiler.is_compiling() and _recording:
+    if _recording:
         sent -= sends[rank_of(group)]  # a transposition's own part stays here
     return _enter(
         "all_to_all",
@@ -130,6 +132,8 @@ def all_to_all(
 def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch.Tensor:
     """The tensors of all ranks of `group`, stacked along a new leading dim; shapes must agree."""
     block = tensor.contiguous().unsqueeze(0)
+    if torch.compiler.is_compiling():
+        return traced.all_gather(block, size_of(group), group)
     return _enter(
         "all_gather",
         tensor.numel() * tensor.element_size(),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from shardfield.comm._torch import rank_of
 from shardfield.comm.collectives import all_to_all
 from shardfield.plan import Exchange, Piece
 
@@ -62,29 +61,13 @@ def _send_slabs(
     receives: Sequence[int],
     group: str,
     operation: str | None,
-) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank.
-
-    A compiler drops a collective of which nothing is used, on that rank alone: then all ranks
-    hang. A traced rank that receives nothing therefore gets a zero, which the caller adds.
-    """
+) -> list[torch.Tensor | None]:
+    """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank."""
     row = row_size(like.shape, (dim,))
     parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
-    if torch.compiler.is_compiling() and not any(counts):
-        own = rank_of(group)
-        parts.insert(sum(1 for rows in given[:own] if rows), like.reshape(-1)[:0].sum()[None])
-        return [None] * len(counts), all_to_all(
-            torch.cat(parts),
-            [int(other == own) for other in range(len(counts))],
-            [n + int(other == own) for other, n in enumerate(given)],
-            group,
-            operation,
-        )
     if not parts:
-        # A slice, not a new tensor: where nothing ties a backward exchange to the gradient, the
-        # compiler moves it into the forward, on that rank alone.
-        flat = like.reshape(-1)[:0]
+        flat = like.new_empty(0)
     else:
         flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
     arrived = all_to_all(flat, counts, given, group, operation)
@@ -92,7 +75,7 @@ def _send_slabs(
     return [
         block.view(_shaped(like, dim, rows)) if rows else None
         for block, rows in zip(blocks, receives, strict=True)
-    ], None
+    ]
 
 
 def _joined(slabs: Sequence[torch.Tensor], dim: int, rows: Sequence[int]) -> list[torch.Tensor]:
@@ -138,12 +121,10 @@ def _slab(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> t
 
 def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tensor:
     arrived: list[torch.Tensor | None] = []
-    zero = None
     if not plan.silent:
         slabs = [_slab(local, dim, part) for part in plan.sends if part]
-        arrived, zero = _send_slabs(
-            slabs, local, dim, _counts(plan.sends), plan.receives, group, operation
-        )
+        sends = _counts(plan.sends)
+        arrived = _send_slabs(slabs, local, dim, sends, plan.receives, group, operation)
     present = [block for block in arrived if block is not None]
     received = None
     if present:
@@ -157,12 +138,10 @@ def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tenso
             assert source is not None
             parts.append(_take(source, dim, piece))
     if not parts:
-        out = local.new_empty(_shaped(local, dim, 0))
-    elif len(parts) == 1:
-        out = parts[0].clone(memory_format=torch.contiguous_format)
-    else:
-        out = torch.cat(parts, dim)
-    return out if zero is None else out + zero
+        return local.new_empty(_shaped(local, dim, 0))
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(parts, dim)
 
 
 def slabs_of(
@@ -236,15 +215,13 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = Fals
         pieces.append((piece, grad.narrow(dim, at, piece.length)))
         at += piece.length
     returned: list[torch.Tensor | None] = []
-    zero = None
     if not plan.silent:
         slabs = []
         for order in plan.returns:
             parts = [_put(pieces[index][1], dim, pieces[index][0]) for index in order]
             slabs.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0])
-        returned, zero = _send_slabs(
-            slabs, grad, dim, plan.receives, _counts(plan.sends), group, operation
-        )
+        sends = _counts(plan.sends)
+        returned = _send_slabs(slabs, grad, dim, plan.receives, sends, group, operation)
     if plan.core is not None:
         total = pieces[plan.core][1]
         if not fresh:
@@ -260,7 +237,7 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = Fals
             assert block is not None
             total.narrow(dim, start, length).add_(block.narrow(dim, at, length))
             at += length
-    return total if zero is None else total + zero
+    return total
 
 
 class _Fetch(torch.autograd.Function):

@@ -11,7 +11,6 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardfield.comm._torch import keep_equal_collectives
 from shardfield.errors import ShardfieldError
 from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
@@ -36,7 +35,6 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
         # Dynamo does not trace the wrapper; what it wraps is what costs time.
         target.module = compile(target.module, **options)
         return target
-    keep_equal_collectives()
     options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)

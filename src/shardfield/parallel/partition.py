@@ -16,19 +16,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-_ATEN = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_SAME_VALUES = {
-    _ATEN.alias.default,
-    _ATEN.clone.default,
-    _ATEN.select.int,
-    _ATEN.slice.Tensor,
-    _ATEN.split_with_sizes.default,
-    _ATEN.view.default,
-    _ATEN.reshape.default,
-    _ATEN.permute.default,
-}
-
 
 class RebuildHalos(CustomPartitionerFn):
     """torch's min-cut partitioner, told to recompute the blocks that carry received halos."""
@@ -62,24 +49,10 @@ def mark_halos(joint: GraphModule) -> list[Node]:
         elif any(source in backward for source in node.all_input_nodes):
             backward.add(node)
     for node in reversed(joint.graph.nodes):
-        if node in backward or not _holds_halos(node):
+        if node in backward or node.target is not torch.ops.aten.cat.default:
             continue
         if any(user in backward or user in marked for user in node.users):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
             marked.append(node)
     return marked
-
-
-def _holds_halos(node: Node) -> bool:
-    """Whether a node assembles a block: joins its pieces, or ties the result to an exchange."""
-    if node.target is _ATEN.cat.default:
-        return True
-    return node.target is _ATEN.add.Tensor and any(map(_received, node.all_input_nodes))
-
-
-def _received(node: Node) -> bool:
-    """Whether a tensor came from other ranks as it is."""
-    while node.target in _SAME_VALUES or getattr(node.target, "__name__", "") == "getitem":
-        node = node.all_input_nodes[0]
-    return node.target is _WAIT
