@@ -53,10 +53,21 @@ def let_dynamo_dispatch(functions) -> None:
 def let_dynamo_dispatch_more(kind: type) -> None:
     """Has Dynamo dispatch what eager torch does of a tensor class, and it does not.
 
-    Calls that `kind.__torch_function__` makes itself, `abs(x)`, `len(x)` and iteration: traced code
-    would get this rank's local result without an error.
+    Tensors in a tuple, calls that `kind.__torch_function__` makes itself, `abs(x)`, `len(x)` and
+    iteration: traced code would get this rank's local result without an error.
     """
-    from torch._dynamo.variables import torch_function
+    from torch._dynamo.variables import TupleVariable, torch_function
+
+    flatten_lists = torch_function._flatten_vts
+
+    def flatten(values):
+        found = []
+        for value in flatten_lists(values):
+            is_tuple = value.is_realized() and isinstance(value, TupleVariable)
+            found += flatten(value.items) if is_tuple else [value]
+        return found
+
+    torch_function._flatten_vts = flatten
 
     variable = torch_function.TensorWithTFOverrideVariable
 
