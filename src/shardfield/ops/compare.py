@@ -1,14 +1,15 @@
-"""Whole tensors compared, and elements looked up in a plain table."""
+"""Whole tensors compared, elements looked up in a plain table, and counted."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from shardfield.comm.collectives import all_reduce
 from shardfield.constant import constant
 from shardfield.layout import Factor, Layout
 from shardfield.operands import block
-from shardfield.registry import register, unsupported
+from shardfield.registry import current_operation, groups_of, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
 Tensor = torch.Tensor
@@ -53,19 +54,19 @@ def masked_select(op, input, mask, *, out=None):
 
 
 @constant
-def _table(layout: Layout, shape: tuple[int, ...]) -> Layout:
+def _table(layout: Layout) -> Layout:
     """The layout of a table of which every rank wants all."""
-    return Layout(layout.mesh, [(Factor(size),) for size in shape])
+    return Layout(layout.mesh, [(Factor(size),) for size in layout.shape])
 
 
 def _looked_up(values, table, act) -> Tensor:
     """`act` on this rank's values and the whole table."""
-    layout = (values if isinstance(values, ShardTensor) else table).layout
     if isinstance(table, ShardTensor):
-        table = block(table, _table(layout, layout.shape), _table(layout, ()))
+        whole = _table(table.layout)
+        table = block(table, whole, whole)
     if not isinstance(values, ShardTensor):
         return act(values, table)
-    return wrap(act(local_of(values), table), layout)
+    return wrap(act(local_of(values), table), values.layout)
 
 
 @register(torch.bucketize, uses=False)
@@ -90,6 +91,23 @@ def isin(op, elements, test_elements, *, assume_unique=False, invert=False, out=
     """Layout: that of the elements. Comm: none, for plain test elements."""
     given = {"assume_unique": assume_unique, "invert": invert}
     return _looked_up(elements, test_elements, lambda x, table: op(x, table, **given))
+
+
+@register(torch.bincount, Tensor.bincount, uses=False)
+def bincount(op, input, weights=None, minlength: int = 0) -> Tensor:
+    """How often every number occurs, or the sum of its weights. Layout: plain.
+
+    Comm: that of `max`, and one all-reduce of the counts per mesh axis that splits.
+    """
+    if input.dim() != 1 or (weights is not None and weights.shape != input.shape):
+        raise unsupported(op, "numbers, and weights if any, are 1-d and of one size")
+    layout = (input if isinstance(input, ShardTensor) else weights).layout
+    length = max(minlength, int(input.max()) + 1 if input.numel() else 0)
+    local, shares = (None if x is None else block(x, layout, layout) for x in (input, weights))
+    counts = op(local, shares, length)
+    for group in groups_of(layout, layout.split_axes):
+        counts = all_reduce(counts, group, current_operation())
+    return counts
 
 
 @constant

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from shardfield.constant import constant
-from shardfield.layout import Layout
+from shardfield.layout import Factor, Layout
 from shardfield.operands import blocks, broadcast_layouts, written
 from shardfield.registry import fallback, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
 Tensor = _T = torch.Tensor
+_nn = torch._C._nn  # type: ignore[attr-defined]
 
 _DUNDER = {
     "truediv": "div",
@@ -40,7 +41,7 @@ _UNTAGGED = {
 
 def _aten_name(name: str) -> str:
     if not (name.startswith("__") and name.endswith("__")):
-        return name.removeprefix("special_")
+        return name
     bare = name.strip("_")
     for known in (bare, bare[1:] if bare[:1] in "ri" else bare):
         if known in _DUNDER:
@@ -73,8 +74,9 @@ def pointwise_by_tag(function):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
         return pointwise if attribute in ("real", "imag") else None
     name = _aten_name(name)
-    # torch tags masked_fill, but not masked_fill_.
-    return pointwise if _tagged(name) or _tagged(name.removesuffix("_")) else None
+    # torch tags masked_fill, but not masked_fill_; polygamma, but not special_polygamma.
+    others = name.removesuffix("_"), name.removeprefix("special_")
+    return pointwise if any(_tagged(known) for known in (name, *others)) else None
 
 
 @register(torch.where, _T.where, uses=False)
@@ -126,17 +128,39 @@ def _wrapped(out, layout: Layout):
 
 def _broadcast(op, args, kwargs):
     """Operands of different shapes or layouts, or plain ones."""
-    if kwargs.get("out") is not None:
-        raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
-    writes = _writes(op, kwargs)
+    out = kwargs.get("out")
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     first = args[0] if args else None
+    writes = _writes(op, kwargs)
     if writes:
         written(op, first)
     args, kwargs, layout = blocks(op, args, kwargs, writes)
+    if out is not None:
+        target = written(op, out)
+        if out._layout is not layout:
+            raise unsupported(op, f"its result {layout} does not fit {out._layout}", "assign it")
+        op(*args, **kwargs, out=target)
+        return out
     y = op(*args, **kwargs)
     if writes:
         return first
     return result(y, layout) if isinstance(y, Tensor) else _wrapped(y, layout)
+
+
+@constant
+def _halved(layout: Layout, dim: int) -> Layout:
+    return layout.replace({dim: (Factor(layout.shape[dim] // 2),)})
+
+
+@register(_nn.glu, uses=False)
+def glu(op, input: ShardTensor, dim=-1) -> Tensor:
+    """One half times the sigmoid of the other. Comm: along a split dim, that of `chunk`."""
+    layout = input.layout
+    dim = dim + len(layout.dims) if dim < 0 else dim
+    if not layout.is_split(dim):
+        return wrap(op(local_of(input), dim), _halved(layout, dim))
+    first, second = input.chunk(2, dim)
+    return first * second.sigmoid()
 
 
 def _writes(op, kwargs) -> bool:
@@ -179,6 +203,7 @@ def broadcast_tensors(op, *tensors) -> tuple[Tensor, ...]:
     _T.byte,
     _T.cfloat,
     _T.cdouble,
+    _T.chalf,
     _T.bool,
     _T.cpu,
     _T.cuda,
@@ -186,7 +211,10 @@ def broadcast_tensors(op, *tensors) -> tuple[Tensor, ...]:
     torch.ones_like,
     torch.full_like,
     torch.empty_like,
+    torch.zero_,
     _T.zero_,
+    torch.fill,
+    torch.fill_,
     _T.fill_,
     _T.pin_memory,
     _T.detach_,

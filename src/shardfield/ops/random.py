@@ -6,7 +6,9 @@ from collections.abc import Callable
 from math import log1p, pi
 
 import torch
+import torch.nn.functional as F
 
+from shardfield.composite import body_of
 from shardfield.distribute import layout_of
 from shardfield.keyed import above, draw_key, exponential, integers, normal, uniform
 from shardfield.layout import Layout
@@ -182,6 +184,23 @@ def normal_about(op, mean, std=1.0, *, generator=None, out=None) -> Tensor:
     like = mean if isinstance(mean, Tensor) else std
     drawn = normal(layout, draw_key(like.device), like.dtype)
     return result(drawn.mul_(std).add_(mean), layout)
+
+
+@register(F.gumbel_softmax, uses=False)
+def gumbel_softmax(op, logits, tau=1, hard=False, eps=1e-10, dim=-1) -> Tensor:
+    """As torch wrote it, but for the one-hot choice. Layout: the input's. Comm: that of softmax."""
+    soft = _GUMBEL_SOFTMAX(logits, tau, False, eps, dim)
+    if not hard:
+        return soft
+    shape = [1] * soft.dim()
+    shape[dim] = -1
+    places = torch.arange(soft.shape[dim], device=soft.device).view(shape)
+    chosen = (places == soft.max(dim, keepdim=True)[1]).to(soft.dtype)
+    return chosen - soft.detach() + soft
+
+
+_GUMBEL_SOFTMAX = body_of(F.gumbel_softmax)
+assert _GUMBEL_SOFTMAX is not None
 
 
 def _made(make, shape, mesh, placements, sizes, dtype, requires_grad) -> Tensor:
