@@ -20,10 +20,19 @@ X, Y = torch.randn(2, 3, 7), torch.rand(2, 3, 7) + 0.5
 NUMBERS = torch.randint(0, 5, (3, 7))
 
 ARITHMETIC = {
-    "operators": lambda x, y: (x // y, 7 // y, x % y, 2**y, y**2, abs(x), -x, +x, divided(x, y)),
+    "operators": lambda x, y: (
+        7 // y.detach() + x.detach() // y.detach() + y,
+        x % y.detach(),
+        2**y,
+        y**2,
+        abs(x),
+        -x,
+        +x,
+        divided(x, y),
+    ),
     "aliases": lambda x, y: (
         torch.subtract(x, y).absolute().negative(),
-        torch.true_divide(x, y).clip(-1, y),
+        torch.true_divide(x, y).clip(-y, y),
         torch.arctan2(x, y).fix(),
         torch.special.expit(x) + torch.special.gammaln(y) + torch.special.i0e(x),
     ),
@@ -46,7 +55,8 @@ ARITHMETIC = {
 def divided(x, y):
     """Written in place."""
     z = x * 1
-    z //= y
+    z /= y
+    z -= 2 // y.detach()
     z.masked_fill_(z > 1, 2)
     return operator.itruediv(z, 2)
 

@@ -57,7 +57,7 @@ DRAWS = {
         + x.clone().random_(7)
     ),
     "rrelu": lambda x: F.rrelu(x - 2, training=True) + F.rrelu(x.clone(), 0.1, 0.9, True, True),
-    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=0),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x.double(), dim=0).mul(1e9).round(),
     "stochastic depth": lambda x: stochastic_depth(x, 0.4) + stochastic_depth(x, 0.4, "batch"),
     "timm's drop_path": lambda x: drop_path(x, 0.4),
     "uniform_": lambda x: x.clone().uniform_(-1, 1),

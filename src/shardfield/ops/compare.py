@@ -105,6 +105,9 @@ def bincount(op, input, weights=None, minlength: int = 0) -> Tensor:
     length = max(minlength, int(input.max()) + 1 if input.numel() else 0)
     local, shares = (None if x is None else block(x, layout, layout) for x in (input, weights))
     counts = op(local, shares, length)
+    if weights is not None and input.numel():
+        # Of no numbers, torch counts in int64, weighted or not; here they may be this rank's only.
+        counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     for group in groups_of(layout, layout.split_axes):
         counts = all_reduce(counts, group, current_operation())
     return counts
