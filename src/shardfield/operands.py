@@ -55,8 +55,7 @@ def block(value: torch.Tensor, target: Layout, computed: Layout) -> torch.Tensor
     """
     if not isinstance(value, ShardTensor):
         return part_of_plain(used(value, computed.split_axes, computed), target)
-    operation = None if torch.compiler.is_compiling() else current_operation()
-    moved = move(local_of(value), value.layout, target, operation)
+    moved = move(local_of(value), value.layout, target, current_operation())
     return used(moved, _missing(target, computed), computed)
 
 

@@ -40,8 +40,10 @@ _state = _State()
 
 
 def current_operation() -> str | None:
-    """Name of the torch function the user called, for messages; None outside."""
-    return None if _state.function is None else getattr(_state.function, "__name__", None)
+    """Name of the torch function the user called, for messages; None outside, and traced."""
+    if _compiling() or _state.function is None:
+        return None
+    return getattr(_state.function, "__name__", None)
 
 
 def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]:
@@ -233,7 +235,7 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
         )
     if not axes or not value.requires_grad:
         return value
-    operation = current_operation() if not _compiling() else None
+    operation = current_operation()
     if _is_managed(value):
         # The wrapper averages over data and domain only: over tensor the sum is ours.
         averaged = tuple(axis for axis in axes if axis != TENSOR)

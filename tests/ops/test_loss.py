@@ -288,11 +288,6 @@ def test_split_classes_of_one_row_and_of_half_precision():
         assert narrow.item() == pytest.approx(F.cross_entropy(X.bfloat16(), INDEX).item(), rel=0.02)
 
 
-def test_softmax_along_an_unsplit_dim():
-    parity(lambda x: (x.softmax(1), F.log_softmax(x, 3)), [X], [2], ranks=(2, 3), double=True)
-    refused(lambda x: F.softmax(x, 2), [X], [2], match="normalises")
-
-
 def test_one_all_reduce_forward_and_none_backward():
     def run(rank):
         x = sf.distribute_tensor(X, rank.mesh(domain=2)["domain"], [Shard(2)]).requires_grad_()

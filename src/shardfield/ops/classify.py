@@ -20,10 +20,6 @@ NONE, MEAN, SUM = 0, 1, 2
 """torch's numbers for reductions."""
 
 
-def _operation() -> str | None:
-    return None if torch.compiler.is_compiling() else current_operation()
-
-
 def _layout(x: Tensor) -> Layout:
     """The layout of an operand that is a ShardTensor."""
     return x.layout  # type: ignore[return-value]
@@ -95,7 +91,7 @@ def _classified(op, input, target, weight, reduction, ignore_index, smoothing=No
     wide, counted = accumulation_dtype(losses.dtype), target != ignore_index
     share = counted if weight is None else weight[target.where(counted, 0)] * counted
     both = torch.stack((losses.sum(dtype=wide), share.sum(dtype=wide)))
-    both = reduce_sum(both, groups_of(rows, rows.split_axes), _operation())
+    both = reduce_sum(both, groups_of(rows, rows.split_axes), current_operation())
     return (both[0] / both[1]).to(losses.dtype)
 
 
@@ -119,7 +115,7 @@ def _exponentials(x: Tensor, dim: int, groups: tuple[str, ...]) -> tuple[Tensor,
     else:
         largest = x.detach().sum(dim, keepdim=True) - float("inf")
     for group in groups:
-        largest = all_reduce(largest, group, _operation(), "max")
+        largest = all_reduce(largest, group, current_operation(), "max")
     x = x - largest
     return x, x.exp().sum(dim)
 
@@ -142,9 +138,9 @@ def _of_indices(x, target, weight, ignore_index, smoothing, logits: Layout, dim:
         terms = (1 - smoothing) * terms + even * (x * mine).sum(dim)
         mass = (1 - smoothing) * share + even * weight.sum()
     if total is None:
-        losses = -reduce_sum(terms, groups, _operation())
+        losses = -reduce_sum(terms, groups, current_operation())
     else:
-        total, terms = reduce_sum(torch.stack((total, terms)), groups, _operation()).unbind()
+        total, terms = reduce_sum(torch.stack((total, terms)), groups, current_operation()).unbind()
         losses = total.log() * mass - terms
     return losses.where(counted, 0).to(dtype)
 
@@ -167,7 +163,7 @@ def _of_probabilities(x, target, weight, _, smoothing, logits: Layout, dim: int)
     if weight is not None:
         target = target * _along(weight, dim, x.dim())
     sums = torch.stack((total, (target * x).sum(dim), target.sum(dim).to(total.dtype)))
-    total, terms, mass = reduce_sum(sums, groups, _operation()).unbind()
+    total, terms, mass = reduce_sum(sums, groups, current_operation()).unbind()
     return (total.log() * mass - terms).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Losses, but those of classes, and softmax along an unsplit dim. Reduced losses are plain.
+"""Losses, but those of classes. A reduced loss is plain and alike on all ranks.
 
 `F.mse_loss` and its like run as torch wrote them (see `shardfield.composite`); registered here are
 the builtins in which they end. Each is computed without reduction on local blocks, or composed as
@@ -18,8 +18,8 @@ from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout, even_extents
 from shardfield.operands import block, blocks
-from shardfield.registry import name_of, register, unsupported
-from shardfield.tensor import ShardTensor, local_of, result, wrap
+from shardfield.registry import name_of, register
+from shardfield.tensor import ShardTensor, result
 
 Tensor = torch.Tensor
 _nn = torch._C._nn  # type: ignore[attr-defined]
@@ -222,23 +222,3 @@ def ctc_loss(
     if reduction == MEAN:
         losses = losses / lengths.clamp_min(1)
     return _finished(result(losses, samples), reduction)
-
-
-@register(
-    F.softmax,
-    torch.softmax,
-    Tensor.softmax,
-    F.log_softmax,
-    torch.log_softmax,
-    Tensor.log_softmax,
-    F.softmin,
-    uses=False,
-)
-def softmax(op, input: ShardTensor, dim=None, *args, **kwargs) -> ShardTensor:
-    """Along an unsplit dim. Layout: the input's. Comm: none."""
-    layout = input.layout
-    # Without a dim, F.softmax takes the one of torch's first releases.
-    chosen = dim if dim is not None else (0 if len(layout.dims) in (0, 1, 3) else 1)
-    if layout.is_split(chosen):
-        raise unsupported(op, f"dim {chosen}, along which it normalises, is split", args=(input,))
-    return wrap(op(local_of(input), chosen, *args, **kwargs), layout)
