@@ -228,7 +228,7 @@ def same_values(op, input, *args, **kwargs):
     args = tuple([local_of(a) if isinstance(a, ShardTensor) else a for a in args])
     out = op(local, *args, **kwargs)
     if out is local:
-        if getattr(op, "__name__", "").endswith("_"):
+        if input._moved and getattr(op, "__name__", "").endswith("_"):
             written(op, input)
         return input
     return wrap(out, input._layout) if isinstance(out, Tensor) else out
