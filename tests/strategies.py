@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 Extents = tuple[int, ...]
 
 
+LONG = bool(os.environ.get("CONFORMANCE"))
+"""Whether this is a conformance run."""
+
+
 def examples(count: int) -> settings:
-    """`count` examples in the suite; at least the profile's number in a conformance run."""
-    usual = settings.get_profile("shardfield").max_examples
-    return settings(max_examples=max(count, usual) if os.environ.get("CONFORMANCE") else count)
+    """`count` examples in the suite, at least 300 in a conformance run."""
+    return settings(max_examples=max(count, 300) if LONG else count)
 
 
 @dataclass(frozen=True)
