@@ -6,10 +6,11 @@ more, and runs the tests marked `conformance` too.
 
 from __future__ import annotations
 
+import os
+
 import hypothesis
 import pytest
 import torch
-from strategies import LONG
 
 from shardfield import testing
 
@@ -19,7 +20,7 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "shardfield",
     deadline=None,
-    max_examples=300 if LONG else 30,
+    max_examples=300 if os.environ.get("CONFORMANCE") else 30,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -27,7 +28,7 @@ hypothesis.settings.load_profile("shardfield")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if LONG:
+    if os.environ.get("CONFORMANCE"):
         return
     long = [item for item in items if item.get_closest_marker("conformance")]
     if long:

@@ -230,6 +230,35 @@ def test_reductions_send_the_result_once_and_nothing_backward(name: str):
         assert passes == Passes([("all_reduce", numbers * WIDE)], [])
 
 
+LINE = 2 * 3 * 5 * WIDE  # a number for every line of the split dim
+ALONG = {
+    "prod": (lambda x: x.prod(2), [("all_gather", LINE)], []),
+    "logsumexp": (lambda x: x.logsumexp(2), [("all_gather", LINE)], []),
+    "norm": (lambda x: x.norm(3, 2), [("all_gather", LINE)], []),
+    "nanmean": (lambda x: x.nanmean(2), [("all_reduce", 2 * LINE)], []),
+    "any": (lambda x: (x > 0).any(2), [("all_reduce", LINE // WIDE)], []),
+    "amax": (lambda x: x.amax(2), [("all_reduce", 2 * LINE)], [("all_reduce", LINE)]),
+    "max": (lambda x: x.max(2)[0], [("all_reduce", 2 * LINE), ("all_reduce", LINE)], []),
+    "argmin": (lambda x: x.argmin(2), [("all_reduce", 2 * LINE), ("all_reduce", LINE)], []),
+    "softmax": (lambda x: x.softmax(2), [("all_gather", 2 * LINE)], [("all_reduce", LINE)]),
+    "cumsum": (lambda x: x.cumsum(2), [("all_gather", LINE)], [("all_gather", LINE)]),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_partial_results_travel_along_a_split_dim(name: str):
+    fn, forward, backward = ALONG[name]
+    assert traffic(fn, (2, 3, 9, 5), (5, 1, 3)) == [Passes(forward, backward)] * 3
+    assert traffic(fn, (2, 3, 9, 5), (3, 1, 1), dim=3) == [Passes([], [])] * 3
+
+
+def test_local_response_norm_sends_the_channels_that_windows_reach():
+    fn, sizes = (lambda x: F.local_response_norm(x, 4)), (3, 1, 4)
+    wanted = [(0, 4), (1, 5), (2, 8)]  # two channels before, one after
+    sends, receives = exchanged(sizes, wanted)
+    check(traffic(fn, (2, 8, 6), sizes, dim=1), sends, receives, 2 * 6)
+
+
 def test_reduction_of_whole_dims_sends_nothing():
     assert traffic(lambda x: x.sum((1, 3)), (2, 3, 9, 5), (5, 4)) == [Passes([], [])] * 2
 

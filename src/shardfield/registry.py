@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
-from shardfield.comm._torch import let_dynamo_dispatch
+from shardfield.comm._torch import dispatch_within_handlers, let_dynamo_dispatch
 from shardfield.comm.reduce import scale_gradient, use
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
@@ -39,8 +39,10 @@ _state = _State()
 
 
 def current_operation() -> str | None:
-    """Name of the torch function a ShardTensor is in, for messages; None outside."""
-    return None if _state.function is None else getattr(_state.function, "__name__", None)
+    """Name of the torch function a ShardTensor is in, for messages; None outside, and traced."""
+    if _compiling() or _state.function is None:
+        return None
+    return getattr(_state.function, "__name__", None)
 
 
 def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]:
@@ -202,6 +204,7 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
 # Set on both: torch disables it on a class that defines __torch_dispatch__ and not this one.
 for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+dispatch_within_handlers(ShardTensor)
 
 
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:
@@ -219,7 +222,7 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
         )
     if not axes or not value.requires_grad:
         return value
-    operation = current_operation() if not _compiling() else None
+    operation = current_operation()
     if _is_managed(value):
         # The wrapper averages over data and domain only: over tensor the sum is ours.
         averaged = tuple(axis for axis in axes if axis != TENSOR)

@@ -141,11 +141,6 @@ def test_case_13_a_loss_is_one_number_on_every_rank():
         assert text == f"{item:.6f}"
 
 
-def test_softmax_along_an_unsplit_dim():
-    parity(lambda x: (x.softmax(1), F.log_softmax(x, 3)), [X], [2], ranks=(2, 3), double=True)
-    refused(lambda x: F.softmax(x, 2), [X], [2], match="normalises")
-
-
 def test_one_all_reduce_forward_and_none_backward():
     def run(rank):
         x = sf.distribute_tensor(X, rank.mesh(domain=2)["domain"], [Shard(2)]).requires_grad_()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import splits
+from strategies import examples, splits
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -73,7 +73,109 @@ def test_group_norm_with_split_channels():
     norm = affine(nn.GroupNorm(3, 6, bias=False))
     parity(norm, [X], [1], ranks=(3,), sizes=[(2, 4, 0)], double=True)
     parity(nn.InstanceNorm2d(6), [X], [1], ranks=(2,), sizes=[(1, 5)])
-    refused(nn.GroupNorm(3, 6), [X], [1], ranks=(2,), sizes=[(3, 3)], match="channels")
+
+
+def test_groups_that_straddle_ranks():
+    sizes = [(3, 3), (1, 5), (1, 4, 1), (0, 3, 3)]
+    net = Several(nn.GroupNorm(3, 6, bias=False), nn.GroupNorm(2, 6, bias=False))
+    parity(net, [X], [1], ranks=(2, 3), sizes=sizes, output="sharded", double=True)
+    net = Several(nn.GroupNorm(1, 6), nn.GroupNorm(2, 6, affine=False))
+    parity(net, [X], [{1: "h", 2: "w"}], ranks=(4,), dtype=torch.float64)
+    norm = affine(nn.GroupNorm(2, 6))
+    parity(norm, [X], [{0: "h", 1: "w"}], ranks=(4,), dtype=torch.float64)
+
+
+def test_statistics_of_shared_groups_travel_once():
+    def run(rank):
+        mesh = rank.mesh(domain=2)["domain"]
+        x = sf.distribute_tensor(X, mesh, [Shard(1)], sizes=[4, 2]).requires_grad_()
+        with record_traffic() as traffic:
+            y = F.group_norm(x, 2)
+            y.backward(gradient=torch.ones_like(y))
+        return [(kind, sent) for _, kind, sent in traffic.operations]
+
+    for operations in rank_pool(2).run(run):
+        assert operations == [("all_gather", 2 * 3 * 2 * 4), ("all_reduce", 2 * 3 * 2 * 4)]
+
+
+def test_batch_and_instance_norm_with_split_channels():
+    for training in (True, False):
+        net = Several(
+            nn.BatchNorm2d(6),
+            nn.BatchNorm2d(6, track_running_stats=False),
+            nn.InstanceNorm2d(6, track_running_stats=True, affine=True),
+        ).train(training)
+        parity(net, [X], [1], ranks=(3,), dtype=torch.float64, output="sharded", double=True)
+    net = Several(nn.BatchNorm2d(6), nn.InstanceNorm2d(6, track_running_stats=True))
+    for split in ({1: "h", 2: "w"}, {0: "h", 1: "w"}):
+        parity(net, [X], [split], ranks=(4,), dtype=torch.float64)
+
+
+def test_sync_batch_norm_is_batch_norm_of_the_whole_batch():
+    plain = nn.Sequential(affine(nn.BatchNorm2d(6)), affine(nn.BatchNorm2d(6, momentum=None)))
+    x = X.double()
+    whole = copy.deepcopy(plain).double()
+    want = whole(x)
+    grads = torch.autograd.grad((want * want.cos()).sum(), [*whole.parameters()])
+
+    def run(rank, axes, placement, sizes):
+        mesh = rank.mesh(**axes)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain).double())
+        rows, parts = x, axes.get("data", 1)
+        if parts > 1:  # replicas of unequal batches
+            rows = x[:1] if mesh.get_local_rank("data") == 0 else x[1:]
+        shard = sf.distribute_tensor(rows, mesh["domain"], placement, None, sizes)
+        y = net(shard)
+        found = torch.autograd.grad((y * y.cos()).sum(), [*net.parameters()])
+        evaluated = net.eval()(shard)
+        buffers = dict(net.named_buffers())
+        first = 0 if parts == 1 or mesh.get_local_rank("data") == 0 else 1
+        return first, y.full_tensor(), found, buffers, evaluated.full_tensor()
+
+    domain = rank_pool(2).run(run, {"domain": 2}, [Shard(2)], [7, 2])
+    replicas = rank_pool(4).run(run, {"data": 2, "domain": 2}, [Shard(2)], [7, 2])
+    calm = copy.deepcopy(whole).eval()(x)
+    for found in (domain, replicas):
+        for first, y, _, buffers, evaluated in found:
+            torch.testing.assert_close(y, want[first : first + len(y)])
+            torch.testing.assert_close(evaluated, calm[first : first + len(y)])
+            torch.testing.assert_close(buffers, dict(whole.named_buffers()))
+    for _, _, got, *_ in domain:
+        torch.testing.assert_close(got, grads)
+    # Each replica's gradients are of its own use of the weights: their sum is the whole's.
+    for one, other, both in zip(replicas[0][2], replicas[2][2], grads, strict=True):
+        torch.testing.assert_close(one + other, both)
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_local_response_norm(split):
+    net = Several(nn.LocalResponseNorm(3, 0.5), nn.LocalResponseNorm(4, 0.5, 1.5, 2.0))
+    parity(net, [X], [split], ranks=(2, 3), output="sharded", double=True)
+    x = torch.randn(2, 16, 12)
+    parity(nn.LocalResponseNorm(5, 0.5), [x], [{1: "h", 2: "w"}], ranks=(4,), double=True)
+
+
+def test_weight_and_spectral_norm_of_a_layer():
+    """The derived weight is a plain tensor: its gradient is summed at its use."""
+
+    def run(rank):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 4, 3, padding=1)),
+            nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)),
+            nn.utils.parametrizations.orthogonal(nn.Conv2d(4, 4, 1)),
+        ).double()
+        mesh = rank.mesh(domain=2)["domain"]
+        shard = sf.distribute_tensor(X.double(), mesh, [Shard(2)], sizes=[7, 2])
+        found = []
+        for x, layers in ((shard, copy.deepcopy(net)), (X.double(), net)):
+            y = layers(x)
+            grads = torch.autograd.grad((y * y.cos()).sum(), [*layers.parameters()])
+            found.append((grads, [*layers.buffers()]))
+        return found
+
+    for mine, whole in rank_pool(2).run(run):
+        torch.testing.assert_close(mine, whole)
 
 
 @pytest.mark.parametrize("split", [0, 2])
@@ -122,13 +224,15 @@ def test_layer_and_rms_norm(split):
     parity(Several(nn.LayerNorm(4), nn.LayerNorm((9, 4))), [X], [split], ranks=(2,))
 
 
+@examples(12)
 @given(st.data())
 def test_group_norm_on_any_split(data):
-    extents = data.draw(splits(7, 3))
+    dim = data.draw(st.sampled_from([1, 2]))
+    extents = data.draw(splits((4, 7)[dim - 1], 3))
     groups = data.draw(st.sampled_from([1, 2, 4]))
     x = torch.randn(data.draw(st.integers(1, 2)), 4, 7, 3)
     parity(
-        affine(nn.GroupNorm(groups, 4)), [x], [2], ranks=(3,), sizes=[extents],
+        affine(nn.GroupNorm(groups, 4)), [x], [dim], ranks=(3,), sizes=[extents],
         dtype=torch.float64, subgroup=False,
     )  # fmt: skip
 
@@ -136,6 +240,8 @@ def test_group_norm_on_any_split(data):
 def test_compiled():
     net = Several(nn.GroupNorm(2, 6), nn.BatchNorm2d(6), nn.LayerNorm(4))
     parity(net, [X], [2], ranks=(2,), compiled=True, dtype=torch.float64)
+    net = Several(nn.GroupNorm(2, 6), nn.SyncBatchNorm(6), nn.LocalResponseNorm(3))
+    parity(net, [X], [1], ranks=(2,), sizes=[(4, 2)], compiled=True, dtype=torch.float64)
 
 
 def test_one_collective_forward_and_one_backward():
@@ -196,5 +302,4 @@ def test_half_precision_has_fp32_statistics():
 def test_wrong_arguments():
     refused(lambda x: F.group_norm(x, 4), [X], [2], error=sf.LayoutError, match="multiple")
     refused(lambda x: F.layer_norm(x, (2,)), [X], [3], error=sf.LayoutError, match="global shape")
-    refused(lambda x: F.batch_norm(x, None, None, training=True), [X], [1], match="channels")
     refused(nn.BatchNorm1d(6), [X[:1, :, 0, 0]], [0], error=ValueError, match="more than 1 value")

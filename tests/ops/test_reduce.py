@@ -1,4 +1,4 @@
-"""Reductions: CASES 13 and 14, extrema with ties and NaNs, merged variances, refused scalars."""
+"""Reductions: CASES 13 and 14, products, merged variances, refused scalars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import splits
+from strategies import examples, splits
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
@@ -115,6 +115,7 @@ def test_a_dim_of_factors_is_reduced_in_place():
         torch.testing.assert_close(most, flat.amax(0))
 
 
+@examples(12)
 @given(st.data())
 def test_variances_merge_for_any_split(data):
     extents = data.draw(splits(7, 3))
@@ -159,15 +160,70 @@ def test_case_13_scalars_of_a_sharded_tensor_are_refused(ask):
     assert "x.sum()" in text and "full_tensor()" in text
 
 
+def test_products_nans_and_counts():
+    x = X.clone()
+    x[2, 3, 1] = x[5, :, 2] = x[0, 7, 2] = 0
+    parity(lambda x: (x.prod(1), x[..., 0].prod(), x.prod(2, True)), [x], [1], double=True)
+    parity(lambda x: x[..., :2].prod(1), [x], [{1: "h", 2: "w"}], ranks=(4,), double=True)
+    x[4, 5, 1] = x[0, :, 3] = float("nan")
+
+    def counted(x):
+        return (
+            torch.nansum(x, 1),
+            x.nansum((0, 2), keepdim=True),
+            torch.nanmean(x, (0, 1)),
+            x.nanmean(),
+            x.nanmean(1).nansum(),
+            torch.count_nonzero(x, 1),
+            x.count_nonzero(),
+            x.isnan().any(1),
+            torch.all(x > -9, dim=(0, 2), keepdim=True),
+        )
+
+    for split in (0, 1):
+        parity(counted, [x], [split], ranks=(2, 3), dtype=torch.float64)
+
+
+def test_integers_and_types():
+    x = torch.arange(1, 9).view(4, 2)
+
+    def many(x):
+        return (
+            x.prod(0),
+            x.prod(dtype=torch.float64),
+            x.nansum(0),
+            x.float().prod(0),
+            (x > 1).prod(0),
+        )
+
+    parity(many, [x], [0], ranks=(2, 3), dtype=torch.float64)
+    refused(lambda x: x.nanmean(0), [x], [0], error=RuntimeError, match="floating point")
+
+
+def test_variance_of_complex_numbers():
+    def run(rank):
+        z = torch.view_as_complex(X.double()[..., :2].contiguous())
+        shard = sf.distribute_tensor(z, rank.mesh(domain=2)["domain"], [Shard(1)])
+        return torch.var_mean(shard, 1), torch.var_mean(z, 1)
+
+    for found, wanted in rank_pool(2).run(run):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_what_has_no_exact_form_is_refused():
-    refused(lambda x: x.prod(1), [X], [1], match="split")
-    refused(lambda x: x.argmax(1), [X], [1], match="split")
-    refused(lambda x: x.max(1), [X], [1], match="split")
+    parity(lambda x: (*x.median(2), x.kthvalue(2, 2)[0], *torch.mode(x)), [X], [1], ranks=(2,))
+    refused(lambda x: x.median(1), [X], [1], match="split")
+    refused(lambda x: x.nanmedian(), [X], [1], match="split")
+    refused(lambda x: x.mode(1), [X], [1], match="split")
+    refused(lambda x: x.kthvalue(2, 1), [X], [1], match="split")
     refused(lambda x: x.sum(5), [X], [1], error=sf.LayoutError, match="dims lie in")
 
 
 def test_compiled():
     def some(x):
-        return x.sum(1), x.mean((1, 2)), torch.var_mean(x, 1), x.amax(1), x.std(2)
+        return (
+            *(x.sum(1), x.mean((1, 2)), torch.var_mean(x, 1), x.amax(1), x.std(2)),
+            *(x.prod(1), x.nanmean(1), x.count_nonzero(1), (x > 0).any(1)),
+        )
 
     parity(some, [X], [1], ranks=(2,), compiled=True, dtype=torch.float64)

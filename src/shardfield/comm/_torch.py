@@ -50,6 +50,26 @@ def let_dynamo_dispatch(functions) -> None:
     get_overridable_functions().update(functions)
 
 
+def dispatch_within_handlers(kind: type) -> None:
+    """Has traced `__torch_function__` of `kind` call torch functions on `kind`, as eager code does.
+
+    Dynamo turns the dispatch off inside it: a handler made of other operations would compute this
+    rank's local result without an error.
+    """
+    from torch._dynamo.variables import torch_function
+
+    variable = torch_function.TensorWithTFOverrideVariable
+    original = variable.call_torch_function
+
+    def call(self, tx, fn, types, args, kwargs):
+        if not issubclass(self.class_type, kind):
+            return original(self, tx, fn, types, args, kwargs)
+        handler = torch_function.get_torch_function_fn(tx, self)
+        return torch_function.call_torch_function(tx, handler, fn, types, args, kwargs)
+
+    variable.call_torch_function = call  # type: ignore[method-assign]
+
+
 def ordered(name: str):
     """Makes a function an operation that compilers neither drop, merge, move nor reorder."""
 
@@ -101,6 +121,7 @@ __all__ = [
     "around_backward_hooks",
     "captures_leaf",
     "default_store",
+    "dispatch_within_handlers",
     "functional",
     "in_backward",
     "let_dynamo_dispatch",

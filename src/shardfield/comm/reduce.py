@@ -1,11 +1,11 @@
-"""Sums over mesh axes and their adjoints, and gathers of what every rank wants whole."""
+"""Sums over mesh axes and their adjoints; partial results and whole dims for every rank."""
 
 from __future__ import annotations
 
 import torch
 
-from shardfield.comm._torch import captures_leaf
-from shardfield.comm.collectives import all_reduce
+from shardfield.comm._torch import captures_leaf, rank_of
+from shardfield.comm.collectives import all_gather, all_reduce
 from shardfield.comm.fetch import _assemble
 from shardfield.plan import Exchange, Run
 
@@ -147,3 +147,48 @@ def shard(
     Comm: none forward, one ragged all-to-all backward.
     """
     return _Slice.apply(value, dim, runs, plan, group, operation)
+
+
+def gather_partials(
+    partial: torch.Tensor, groups: tuple[str, ...], operation: str | None = None
+) -> torch.Tensor:
+    """Partial results of the ranks of `groups` -> all of them, along a new leading dim.
+
+    The same on every rank, in the order of the ranks of one group; differentiable twice.
+
+    Comm: one all-gather per group forward (each but the first of what the ones before gathered),
+        none backward.
+    """
+    stacked = partial.unsqueeze(0)
+    for group in groups:
+        stacked = _Stack.apply(stacked, group, operation).flatten(0, 1)
+    return stacked
+
+
+class _Stack(torch.autograd.Function):
+    """Split -> replicated. The gradient of a replicated value is replicated: take this rank's."""
+
+    @staticmethod
+    def forward(ctx, partial, group, operation):
+        ctx.saved = group, operation
+        stacked = all_gather(partial, group, operation)
+        ctx.save_for_backward(partial.new_empty(0))  # see fetch._Fetch.forward
+        return stacked
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        return _Own.apply(grad, *ctx.saved), None, None
+
+
+class _Own(torch.autograd.Function):
+    """The adjoint of `_Stack`."""
+
+    @staticmethod
+    def forward(ctx, stacked, group, operation):
+        ctx.saved = group, operation
+        return stacked[rank_of(group)].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Stack.apply(grad, *ctx.saved), None, None

@@ -6,12 +6,10 @@ memory are those of torch's kernels for batch norm, which take given statistics 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from shardfield.comm.collectives import all_reduce
-from shardfield.comm.moments import accumulation_dtype, merge, moments
+from shardfield.comm.moments import Scope, accumulation_dtype, merge, moments
 from shardfield.comm.reduce import reduce_sum, use
 
 Tensor = torch.Tensor
@@ -20,21 +18,6 @@ _OVER = (0, 2, 3)
 # Squares are added up in runs of this length, and the runs' sums by torch's cascade: one running
 # fp32 sum over a whole volume would lose digits.
 _RUN = 1024
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Scope:
-    """Who shares a statistic.
-
-    Attributes:
-        counts: elements that every rank contributes, in the order of `moments.counts_over`.
-        groups: process groups of the ranks.
-        total: elements of all ranks.
-    """
-
-    counts: tuple[int, ...]
-    groups: tuple[str, ...]
-    total: int
 
 
 def standardise(
@@ -52,11 +35,11 @@ def standardise(
         weight, bias: broadcast to `x`: (1, G, K, 1) per channel, or (1, 1, 1, L) per element.
 
     Returns:
-        The result, in the type of accumulation; mean and biased variance (1, G, 1, 1), without
+        The result, in the type of accumulation; mean and unbiased variance (1, G, 1, 1), without
         gradient, the same on every rank to the last bit. Differentiable twice.
 
     Comm: one all-gather of 2G numbers per group forward, one all-reduce of 2G numbers per group
-        backward (if `x` requires grad).
+        backward (if `x` requires grad); G counts those of all ranks where these share some.
     """
     return _Standardise.apply(x, weight, bias, scope, eps, operation)
 
@@ -85,9 +68,9 @@ class _Standardise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, scope, eps, operation):
         local_mean, second, y = _deviations(x)
-        mean, variance = merge(local_mean, second, scope.counts, scope.groups, operation)
-        scale = (variance + eps).rsqrt()
-        shift = (local_mean - mean) * scale
+        mean, variance, total = merge(local_mean, second, scope, operation)
+        scale = scope.spread((variance + eps).rsqrt())
+        shift = (local_mean - scope.spread(mean)) * scale
         if weight is not None:
             if weight.shape[3] == 1:
                 scale, shift = scale * weight, shift * weight
@@ -100,27 +83,28 @@ class _Standardise(torch.autograd.Function):
             y = y.add_(shift)
         ctx.scope, ctx.eps, ctx.operation = scope, eps, operation
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        ctx.mark_non_differentiable(mean, variance)
-        ctx.save_for_backward(x, weight, mean, variance)
-        return y, mean, variance
+        others = total - 1 if scope.replicas else max(total - 1, 1)
+        unbiased = variance * (total / others)
+        ctx.mark_non_differentiable(mean, unbiased)
+        ctx.save_for_backward(x, weight, mean, variance, total if scope.replicas else None)
+        return y, mean, unbiased
 
     @staticmethod
     def backward(ctx, grad, *_):
-        x, weight, mean, variance = ctx.saved_tensors
+        x, weight, mean, variance, total = ctx.saved_tensors
         scope, name = ctx.scope, ctx.operation and f"backward of {ctx.operation}"
+        if total is None:
+            total = scope.total
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Someone will differentiate this: statistics that know how they depend on x.
-            mean, variance = (
-                use(value, scope.groups, name)
-                for value in moments(x, _OVER, scope.counts, scope.groups, name)
-            )
-            found = _gradients(grad, x, weight, mean, (variance + ctx.eps).rsqrt(), scope, name)
-        elif _fused(x, weight):
-            scale = (variance + ctx.eps).rsqrt()
-            found = _fused_gradients(grad, x, weight, mean, scale, scope, name, needs[0])
+            groups = (*scope.groups, *scope.replicas)
+            mean, variance = (use(value, groups, name) for value in moments(x, _OVER, scope, name))
+        mean, scale = scope.spread(mean), scope.spread((variance + ctx.eps).rsqrt())
+        if _fused(x, weight) and not torch.is_grad_enabled():
+            found = _fused_gradients(grad, x, weight, mean, scale, scope, total, name, needs[0])
         else:
-            found = _gradients(grad, x, weight, mean, (variance + ctx.eps).rsqrt(), scope, name)
+            found = _gradients(grad, x, weight, mean, scale, scope, total, name)
         grad_x, grad_weight, grad_bias = found
         if weight is None or not needs[1]:
             grad_weight = None
@@ -134,14 +118,16 @@ class _Standardise(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _gradients(grad, x, weight, mean, scale, scope: Scope, name):
+def _gradients(grad, x, weight, mean, scale, scope: Scope, total, name):
     """Gradients of x, weight, bias (unreduced), in operations that can be differentiated."""
     normal = (x - mean) * scale
     wanted = grad if weight is None else grad * weight
     sums = torch.stack(
         (wanted.sum(_OVER, keepdim=True), (wanted * normal).sum(_OVER, keepdim=True))
     )
-    sums = use(reduce_sum(sums, scope.groups, name), scope.groups, name) / scope.total
+    groups = (*scope.groups, *scope.replicas)
+    sums = use(reduce_sum(scope.collect(sums), groups, name) / total, groups, name)
+    sums = scope.spread(sums)
     return (wanted - sums[0] - normal * sums[1]) * scale, grad * normal, grad
 
 
@@ -156,7 +142,7 @@ def _fused(x: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _fused_gradients(grad, x, weight, mean, scale, scope: Scope, name, needs_x: bool):
+def _fused_gradients(grad, x, weight, mean, scale, scope: Scope, total, name, needs_x):
     """As `_gradients`: one pass for the sums, and one and a half for the gradient of x."""
     samples, statistics, per, length = x.shape
     shape = (samples, statistics * per, length)
@@ -176,12 +162,13 @@ def _fused_gradients(grad, x, weight, mean, scale, scope: Scope, name, needs_x: 
     sums = torch.stack((grad_bias, grad_weight))
     if weight is not None:
         sums = sums * weight
-    sums = sums.sum(3, keepdim=True)
-    for group in scope.groups:
+    sums = scope.collect(sums.sum(3, keepdim=True))
+    for group in (*scope.groups, *scope.replicas):
         sums = all_reduce(sums, group, name)
+    sums = scope.spread(sums / -total)
     if not x.numel():
         return torch.zeros_like(x), grad_weight, grad_bias
-    sums = sums * (scale / -scope.total)
+    sums = sums * scale
     slope = (sums[1] * scale).expand(1, statistics, per, 1).reshape(-1)
     offset = sums[0].expand(1, statistics, per, 1).reshape(-1)
     # slope * (x - mean) + offset in one pass: batch norm's evaluation with unit variance.

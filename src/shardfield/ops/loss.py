@@ -1,4 +1,4 @@
-"""Losses, and softmax along an unsplit dim. A reduced loss is plain and alike on all ranks."""
+"""Losses. A reduced loss is plain and alike on all ranks."""
 
 from __future__ import annotations
 
@@ -328,23 +328,3 @@ def nll_loss(
     """Of log-probabilities whose classes are unsplit. Layout, Comm: as `cross_entropy`."""
     reduction = _reduction(reduction, size_average, reduce)
     return _classify(op, input, target, weight, ignore_index, reduction)
-
-
-@register(
-    F.softmax,
-    torch.softmax,
-    Tensor.softmax,
-    F.log_softmax,
-    torch.log_softmax,
-    Tensor.log_softmax,
-    F.softmin,
-    uses=False,
-)
-def softmax(op, input: ShardTensor, dim=None, *args, **kwargs) -> ShardTensor:
-    """Along an unsplit dim. Layout: the input's. Comm: none."""
-    layout = input.layout
-    # Without a dim, F.softmax takes the one of torch's first releases.
-    chosen = dim if dim is not None else (0 if len(layout.dims) in (0, 1, 3) else 1)
-    if layout.is_split(chosen):
-        raise unsupported(op, f"dim {chosen}, along which it normalises, is split", args=(input,))
-    return wrap(op(local_of(input), chosen, *args, **kwargs), layout)

@@ -1,107 +1,35 @@
-"""Batch, instance, group, layer and RMS norm, with statistics over split dims."""
+"""Batch, instance and group norm, with statistics over split dims and split channels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
-from shardfield.comm.moments import accumulation_dtype, counts_over
-from shardfield.comm.reduce import reduce_sum, use
-from shardfield.comm.standardise import Scope, standardise
+from shardfield.axes import DATA
+from shardfield.comm._torch import resolve_group
+from shardfield.comm.reduce import reduce_sum
+from shardfield.comm.standardise import standardise
 from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
-from shardfield.operands import part_of_plain
-from shardfield.registry import current_operation, groups_of, name_of, register, unsupported
+from shardfield.norms import (
+    check_operands,
+    norm_plan,
+    normalised,
+    part_of_parameter,
+    whole_statistics,
+)
+from shardfield.registry import current_operation, groups_of, name_of, register, unsupported, used
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class NormPlan:
-    """What a norm's statistics cover on one layout.
-
-    Attributes:
-        dims: the statistic's dims.
-        scope: ranks to merge statistics with; None where every rank holds its statistic's dims
-            whole, so that the plain operation on the local block is exact.
-        parameters: layout of weight and bias; None where every rank needs them whole.
-    """
-
-    dims: tuple[int, ...]
-    scope: Scope | None
-    parameters: Layout | None
-
-
-@constant
-def _plan(
-    op,
-    layout: Layout,
-    dims: tuple[int, ...],
-    channels: tuple[int, ...],
-    unit: int,
-    whole: bool = False,
-) -> NormPlan:
-    """Plans statistics over `dims`.
-
-    Args:
-        channels: dims that weight and bias have.
-        unit: channels that share a statistic; a split of the channels must not cut them apart.
-            0 if they must not be split at all.
-        whole: plan statistics of this rank alone where no dim is split.
-
-    Raises:
-        UnsupportedOperation: channels split, or not at multiples of `unit`.
-    """
-    axes = tuple(axis for d in dims for axis in layout.axes(d))
-    inner = [d for d in channels if layout.is_split(d)]
-    parameters = None
-    if inner:
-        parameters = Layout(layout.mesh, [layout.dims[d] for d in channels])
-    if inner and inner[0] not in dims:
-        extents = layout.extents(inner[0])
-        if not unit or extents is None or any(n % unit for n in extents):
-            raise unsupported(
-                op,
-                f"its channels are split as {layout}, which cuts a statistic or a buffer apart",
-                "split the channels at multiples of channels/groups, or another dim",
-            )
-    groups = groups_of(layout, axes)
-    if not groups and not whole:
-        return NormPlan(dims, None, parameters)
-    counts = tuple(count * max(unit, 1) for count in counts_over(layout, dims, axes))
-    return NormPlan(dims, Scope(counts, groups, sum(counts)), parameters)
-
-
-def _operation() -> str | None:
-    return None if torch.compiler.is_compiling() else current_operation()
-
-
-def _part(parameter: Tensor | None, plan: NormPlan) -> Tensor | None:
-    if parameter is None or plan.parameters is None:
-        return parameter
-    return part_of_plain(parameter, plan.parameters)
-
-
-def _check(op, input, *others) -> None:
-    if not isinstance(input, ShardTensor) or any(isinstance(o, ShardTensor) for o in others):
-        raise unsupported(op, "its weight, bias or buffers are split", args=(input, others))
-
-
-def _result(y: Tensor, input: ShardTensor, wide: bool = False) -> ShardTensor:
-    """In the type of the input; in fp32 where CUDA's autocast runs the operation so (`wide`)."""
-    local = local_of(input)
-    dtype = local.dtype
-    if wide and local.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = accumulation_dtype(dtype)
-    return wrap(y.view(local.shape).to(dtype), input.layout)
-
-
-def _more_than_one(op, layout: Layout, count: int) -> None:
+def _more_than_one(layout: Layout, count: int) -> None:
     if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {layout.shape}"
@@ -119,23 +47,33 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    replicas: tuple[str, ...] = (),
 ) -> ShardTensor:
     """Statistics over the whole batch of this replica; buffers alike on every rank.
 
-    Layout: the input's. Channels (dim 1) must be unsplit.
-    Comm: in training, per mesh axis, one all-gather of mean and second moment per channel forward
-        and one all-reduce of as many numbers backward. In evaluation none.
+    Args:
+        replicas: process groups of ranks whose samples count too (`nn.SyncBatchNorm`).
+
+    Layout: the input's.
+    Comm: in training, per mesh axis that splits another dim than the channels, one all-gather of
+        mean and second moment per channel forward and one all-reduce of as many numbers backward;
+        where there are buffers and the channels are split, one all-to-all of both numbers. In
+        evaluation none.
     """
-    _check(op, input, running_mean, running_var, weight, bias)
+    check_operands(op, input, running_mean, running_var, weight, bias)
     layout, local = input.layout, local_of(input)
     dims = tuple(d for d in range(len(layout.dims)) if d != 1)
-    plan = _plan(op, layout, dims, (1,), 0)
-    count = prod([layout.shape[d] for d in dims])
-    if training:
-        _more_than_one(op, layout, count)
+    alone = bool(_groups(layout, 1))
+    plan = norm_plan(layout, dims, (1,), 1, alone, replicas)
+    if training and not replicas:
+        _more_than_one(layout, prod([layout.shape[d] for d in dims]))
+    weight, bias = part_of_parameter(weight, plan), part_of_parameter(bias, plan)
+    if not local.shape[1] and not training:  # torch takes no block without channels
+        return wrap(_affine(local, weight, bias), layout)
     if not training or plan.scope is None:
+        mean, variance = (part_of_parameter(b, plan) for b in (running_mean, running_var))
         y = torch.batch_norm(
-            local, weight, bias, running_mean, running_var, training, momentum, eps,
+            local, weight, bias, mean, variance, training, momentum, eps,
             torch.backends.cudnn.enabled,
         )  # fmt: skip
         return wrap(y, layout)
@@ -146,11 +84,90 @@ def batch_norm(
         _view(bias, (1, -1, 1, 1)),
         plan.scope,
         eps,
-        _operation(),
+        current_operation(),
     )
-    _update(running_mean, mean.view(-1), momentum)
-    _update(running_var, variance.view(-1) * (count / (count - 1)), momentum)
-    return _result(y, input)
+    if running_mean is not None or running_var is not None:
+        both = whole_statistics(torch.stack((mean.view(-1), variance.view(-1))), plan)
+        _update(running_mean, both[0], momentum)
+        _update(running_var, both[1], momentum)
+    return normalised(y, input)
+
+
+def _affine(empty: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a rank without channels computes: nothing, on the graph of the others."""
+    shape = (1, 0, *(1,) * (empty.dim() - 2))
+    y = empty if weight is None else empty * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+def synchronised_batch_norm(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    """`nn.SyncBatchNorm.forward` of a ShardTensor: batch norm over all data replicas too.
+
+    A process group given to the module says which replicas: all along the mesh axis `data`, or,
+    where it holds none but this rank's, none.
+
+    Comm: that of `batch_norm`, and as much again over the axis `data`.
+    """
+    if not self.training or not isinstance(input, ShardTensor):
+        return _plain_forward(self, input)
+    group = None if self.process_group is None else self.process_group.group_name
+    layout = input.layout
+    replicas = _replicas(layout, group)
+    weight, bias = (
+        None if value is None else used(value, layout.shared, layout)
+        for value in (self.weight, self.bias)
+    )
+    tracked, momentum = self.track_running_stats, self.momentum or 0.0
+    if tracked and self.num_batches_tracked is not None:
+        self.num_batches_tracked.add_(1)
+        if self.momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+    return batch_norm(
+        F.batch_norm,
+        input,
+        self.running_mean if tracked else None,
+        self.running_var if tracked else None,
+        weight,
+        bias,
+        True,
+        momentum,
+        self.eps,
+        replicas,
+    )
+
+
+# A module of torch's that asks for a GPU and calls a kernel of its own, before any function that
+# could be registered.
+_plain_forward = nn.SyncBatchNorm.forward
+nn.SyncBatchNorm.forward = synchronised_batch_norm  # type: ignore[method-assign]
+
+
+@constant
+def _replicas(layout: Layout, group: str | None) -> tuple[str, ...]:
+    """Process groups of the data replicas that belong to a process group; None: to the world."""
+    mesh = layout.mesh
+    if DATA not in mesh.names or mesh.size((DATA,)) == 1:
+        return ()
+    over_data = mesh.group((DATA,))
+    if group is None:
+        return (over_data,)
+    ranks = set(dist.get_process_group_ranks(resolve_group(group)))
+    replicas = set(dist.get_process_group_ranks(resolve_group(over_data)))
+    if replicas <= ranks:
+        return (over_data,)
+    if len(replicas & ranks) > 1:
+        raise unsupported(
+            "SyncBatchNorm",
+            "its process group holds some of the data replicas and not all",
+            "use the default group, mesh['data'].get_group(), or nn.BatchNorm",
+            args=(layout,),
+        )
+    return ()
+
+
+@constant
+def _groups(layout: Layout, dim: int) -> tuple[str, ...]:
+    return groups_of(layout, layout.axes(dim))
 
 
 @register(F.instance_norm)
@@ -169,19 +186,18 @@ def instance_norm(
 
     Layout: the input's.
     Comm: as `batch_norm`, numbers per sample and channel; buffers and a split batch, one more
-        all-reduce per mesh axis of the batch.
+        all-reduce of them per mesh axis of the batch.
     """
-    _check(op, input, running_mean, running_var, weight, bias)
+    check_operands(op, input, running_mean, running_var, weight, bias)
     layout, local = input.layout, local_of(input)
     if not use_input_stats:
         return batch_norm(op, input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims = tuple(range(2, len(layout.dims)))
     tracked = running_mean is not None or running_var is not None
-    batch = _batch_groups(layout)
-    plan = _plan(op, layout, dims, (1,), 0 if tracked else 1, bool(tracked and batch))
-    count = prod(layout.shape[2:])
-    _more_than_one(op, layout, count)
-    weight, bias = _part(weight, plan), _part(bias, plan)
+    batch = _groups(layout, 0)
+    plan = norm_plan(layout, dims, (1,), 1, tracked and bool(batch or _groups(layout, 1)))
+    _more_than_one(layout, prod(layout.shape[2:]))
+    weight, bias = part_of_parameter(weight, plan), part_of_parameter(bias, plan)
     if plan.scope is None:
         block, weight, bias = _filled(local, weight, bias, 1)
         y = torch.instance_norm(
@@ -196,19 +212,15 @@ def instance_norm(
         _per_sample(bias, samples, channels, 1),
         plan.scope,
         eps,
-        _operation(),
+        current_operation(),
     )
     if tracked:
         both = torch.stack((mean, variance)).view(2, samples, channels)
-        both = reduce_sum(both.sum(1), batch, _operation()) / layout.shape[0]
+        both = reduce_sum(both.sum(1), batch, current_operation()) / layout.shape[0]
+        both = whole_statistics(both, plan)
         _update(running_mean, both[0], momentum)
-        _update(running_var, both[1] * (count / (count - 1)), momentum)
-    return _result(y, input)
-
-
-@constant
-def _batch_groups(layout: Layout) -> tuple[str, ...]:
-    return groups_of(layout, layout.axes(0))
+        _update(running_var, both[1], momentum)
+    return normalised(y, input)
 
 
 def _update(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
@@ -240,11 +252,12 @@ def group_norm(
 ) -> ShardTensor:
     """Statistics of every sample and group of channels.
 
-    Layout: the input's. A split of the channels must keep groups whole.
-    Comm: where a spatial dim is split, per mesh axis, one all-gather of mean and second moment per
-        sample and group forward and one all-reduce of as many numbers backward.
+    Layout: the input's.
+    Comm: where a spatial dim is split, or the channels within a group, per mesh axis, one
+        all-gather of mean and second moment per sample and group forward and one all-reduce of as
+        many numbers backward.
     """
-    _check(op, input, weight, bias)
+    check_operands(op, input, weight, bias)
     layout, local = input.layout, local_of(input)
     channels = layout.shape[1]
     if num_groups < 1 or channels % num_groups:
@@ -255,14 +268,16 @@ def group_norm(
             "operations",
         )
     per = channels // num_groups
-    plan = _plan(op, layout, tuple(range(2, len(layout.dims))), (1,), per)
+    plan = norm_plan(layout, tuple(range(2, len(layout.dims))), (1,), per)
     if op is F.group_norm:
-        _more_than_one(op, layout, layout.shape[0] * per * prod(layout.shape[2:]))
-    weight, bias = _part(weight, plan), _part(bias, plan)
+        _more_than_one(layout, layout.shape[0] * per * prod(layout.shape[2:]))
+    weight, bias = part_of_parameter(weight, plan), part_of_parameter(bias, plan)
     if plan.scope is None:
         block, weight, bias = _filled(local, weight, bias, per)
         y = torch.group_norm(block, block.shape[1] // per, weight, bias, eps, cudnn_enabled)
         return wrap(_unfilled(y, block, local), layout)
+    # Of groups that ranks share, the block has one row a channel.
+    per = per if plan.scope.members is None else 1
     samples, held = local.shape[0], local.shape[1] // per
     y, _, _ = standardise(
         local.reshape(1, samples * held, per, prod(local.shape[2:])),
@@ -270,20 +285,20 @@ def group_norm(
         _per_sample(bias, samples, held, per),
         plan.scope,
         eps,
-        _operation(),
+        current_operation(),
     )
-    return _result(y, input, wide=True)
+    return normalised(y, input, wide=True)
 
 
 def _filled(local: Tensor, weight: Tensor | None, bias: Tensor | None, per: int):
-    """An empty block (and parameters) as one of a single zero sample and group, tied to it.
+    """An empty block (and parameters) as one of a single zero position, tied to it.
 
     torch refuses some empty blocks; and what a rank without elements computes must hang on the
     same graph as elsewhere, also when gradients are differentiated again.
     """
     if local.numel():
         return local, weight, bias
-    shape = [max(n, 1) for n in local.shape]
+    shape = [1] * local.dim()
     shape[1] = max(local.shape[1], per)
     parameters = [
         p if p is None or len(p) == shape[1] else p.new_zeros(shape[1]) + p.sum()
@@ -294,88 +309,3 @@ def _filled(local: Tensor, weight: Tensor | None, bias: Tensor | None, per: int)
 
 def _unfilled(y: Tensor, block: Tensor, local: Tensor) -> Tensor:
     return y if block is local else y.reshape(-1)[:0].view(local.shape)
-
-
-@constant
-def _last_dims_plan(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
-    """Plans statistics over the last dims, of global shape `shape`.
-
-    Raises:
-        LayoutError: the last dims have another shape.
-    """
-    first = len(layout.dims) - len(shape)
-    if not shape or first < 0 or layout.shape[first:] != shape:
-        raise LayoutError(
-            f"{name_of(op)} over {shape} of ShardTensor {layout}",
-            "normalized_shape is the global shape of the last dims",
-            "pass that shape, not this rank's",
-            "operations",
-        )
-    dims = tuple(range(first, len(layout.dims)))
-    return _plan(op, layout, dims, dims, 0)
-
-
-@register(F.layer_norm, torch.layer_norm)
-def layer_norm(
-    op,
-    input: ShardTensor,
-    normalized_shape,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> ShardTensor:
-    """Statistics over the last dims, split or not.
-
-    Layout: the input's.
-    Comm: where a normalised dim is split, per mesh axis, one all-gather of mean and second moment
-        per row forward and one all-reduce of as many numbers backward; else none.
-    """
-    _check(op, input, weight, bias)
-    layout, local = input.layout, local_of(input)
-    plan = _last_dims_plan(op, layout, tuple(normalized_shape))
-    if plan.scope is None:
-        return wrap(torch.layer_norm(local, normalized_shape, weight, bias, eps), layout)
-    dims = plan.dims
-    held = prod([local.shape[d] for d in dims])
-    rows = prod(local.shape[: dims[0]])
-    weight, bias = _part(weight, plan), _part(bias, plan)
-    y, _, _ = standardise(
-        local.reshape(1, rows, 1, held),
-        None if weight is None else weight.reshape(1, 1, 1, held),
-        None if bias is None else bias.reshape(1, 1, 1, held),
-        plan.scope,
-        eps,
-        _operation(),
-    )
-    return _result(y, input, wide=True)
-
-
-@register(F.rms_norm, torch.rms_norm)
-def rms_norm(
-    op,
-    input: ShardTensor,
-    normalized_shape,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> ShardTensor:
-    """Root mean square over the last dims, split or not.
-
-    Layout: the input's.
-    Comm: where a normalised dim is split, per mesh axis, one all-reduce of a number per row
-        forward and one backward; else none.
-    """
-    _check(op, input, weight)
-    layout, local = input.layout, local_of(input)
-    plan = _last_dims_plan(op, layout, tuple(normalized_shape))
-    if plan.scope is None:
-        return wrap(torch.rms_norm(local, normalized_shape, weight, eps), layout)
-    eps = torch.finfo(local.dtype).eps if eps is None else eps
-    x = local.to(accumulation_dtype(local.dtype))
-    square = reduce_sum(x.square().sum(plan.dims, keepdim=True), plan.scope.groups, _operation())
-    scale = (square / plan.scope.total + eps).rsqrt()
-    y = x * use(scale, plan.scope.groups, _operation())
-    weight = _part(weight, plan)
-    if weight is not None:
-        y = y * weight
-    return _result(y, input)
