@@ -234,3 +234,32 @@ def test_algorithms_that_do_not_fit_are_refused(algorithm):
     for text in rank_pool(2).run(_refused, algorithm):
         assert f"attention by {algorithm!r}" in text
         assert "choose one of" in text
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "zigzag"])
+def test_dropout_is_that_of_one_rank(algorithm):
+    attention = by(algorithm, dropout_p=0.4, is_causal=algorithm == "zigzag")
+    assert all(rank_pool(2).run(_dropped, attention, (5, 4)))
+    assert all(rank_pool(3).run(_dropped, attention, (4, 0, 5)))
+
+
+def _dropped(rank: Rank, attention, extents) -> bool:
+    """Whether values and gradients are those of the same program with one rank a sample."""
+    whole = [t.double() for t in qkv()]
+    found = []
+    mesh = rank.mesh(domain=rank.world_size)
+    alone = rank.mesh(single=1, domain=rank.world_size)["single"]
+    for axis, sizes in ((mesh, extents), (alone, (9,))):
+        torch.manual_seed(3)
+        shards = [
+            sf.distribute_tensor(t, axis, [Shard(2)], None, sizes).requires_grad_() for t in whole
+        ]
+        y = attention(*shards)
+        (y * y).sum().backward()
+        found.append([y.full_tensor(), *(x.grad.full_tensor() for x in shards)])
+    share = (found[0][0] == 0).double().mean()
+    assert share < 0.1
+    plain = F.scaled_dot_product_attention(*whole)
+    return all(
+        torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(*found, strict=True)
+    ) and not torch.allclose(found[0][0], plain)

@@ -15,6 +15,9 @@ import torch
 from shardfield.attention import kernels
 from shardfield.attention.plan import Piece, Rows, Step
 from shardfield.comm.collectives import Pending, all_gather, all_reduce, start_all_to_all
+from shardfield.keyed import above
+from shardfield.layout import Layout
+from shardfield.plan import Run
 
 Tensor = torch.Tensor
 
@@ -31,6 +34,8 @@ class Attend:
         rows: global runs of this rank's queries.
         scale: factor of the scores.
         dropout: probability of dropping a weight.
+        weights: layout of the weights `(B, H, Lq, Lk)`, rows and columns whole; with dropout.
+        heads: (first, count) of the global heads this rank computes; likewise.
     """
 
     steps: tuple[Step, ...]
@@ -39,6 +44,8 @@ class Attend:
     rows: Rows
     scale: float
     dropout: float = 0.0
+    weights: Layout | None = None
+    heads: tuple[int, int] = (0, 0)
 
 
 def attend(
@@ -47,7 +54,7 @@ def attend(
     v: Tensor,
     mask: Tensor | None,
     plan: Attend,
-    draws: object = None,
+    key: Tensor | None = None,
     operation: str | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks of `plan.group`.
@@ -58,7 +65,7 @@ def attend(
         v: local `(B, Hk, Lk, Dv)`.
         mask: local `(B|1, H|1, Lq|1, keys|1)`, bool (True: meets) or added to the scores; its
             columns are all global keys.
-        draws: of what dropout keeps: `draws(piece, step, rows)`.
+        key: of what dropout keeps (`keyed.draw_key`); None without dropout.
 
     Returns:
         `(B, H, Lq, Dv)`, of this rank's queries. Once differentiable.
@@ -67,30 +74,30 @@ def attend(
         that returns their gradients. Per merged group one gather of the log-sum-exp and one
         all-reduce of the output, forward.
     """
-    return _Attention.apply(q, k, v, mask, plan, draws, operation)
+    return _Attention.apply(q, k, v, mask, key, plan, operation)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, plan: Attend, draws, operation):
+    def forward(ctx, q, k, v, mask, key, plan: Attend, operation):
         with _as_it_is(q):
-            out, lse = _forward(q, k, v, mask, plan, draws, operation)
+            out, lse = _forward(q, k, v, mask, plan, key, operation)
         for group in plan.merged:
             out, lse = _merge(out, lse, group, operation)
         out, lse = out.to(q.dtype), lse.masked_fill(lse == float("-inf"), 0)
-        ctx.saved = plan, draws, operation
-        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.saved = plan, operation
+        ctx.save_for_backward(q, k, v, mask, key, out, lse)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        q, k, v, mask, out, lse = ctx.saved_tensors
-        plan, draws, operation = ctx.saved
+        q, k, v, mask, key, out, lse = ctx.saved_tensors
+        plan, operation = ctx.saved
         name = None if operation is None else f"backward of {operation}"
         wants = ctx.needs_input_grad[3], ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         with _as_it_is(q):
-            grads = _backward(grad, q, k, v, mask, out, lse, plan, draws, name, wants)
+            grads = _backward(grad, q, k, v, mask, out, lse, plan, key, name, wants)
         return *grads, None, None, None
 
 
@@ -100,7 +107,7 @@ def _as_it_is(q: Tensor):
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _forward(q, k, v, mask, plan: Attend, draws, operation) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, mask, plan: Attend, key, operation) -> tuple[Tensor, Tensor]:
     total = _Total(q, v)
     coming = _start(k, v, plan, 0, operation)
     for index, step in enumerate(plan.steps):
@@ -111,7 +118,7 @@ def _forward(q, k, v, mask, plan: Attend, draws, operation) -> tuple[Tensor, Ten
         keys, values = _block(k, v, step, arrived)
         for piece in step.pieces:
             total.add(piece, *kernels.forward(*_operands(q, keys, values, piece), _made(
-                q, mask, plan, step, piece, draws
+                q, mask, plan, step, piece, key
             )))  # fmt: skip
     return total.finished()
 
@@ -165,7 +172,7 @@ def _merge(out: Tensor, lse: Tensor, group: str, operation) -> tuple[Tensor, Ten
     return all_reduce(out * share.unsqueeze(-1), group, operation), total
 
 
-def _backward(grad, q, k, v, mask, out, lse, plan: Attend, draws, operation, wants):
+def _backward(grad, q, k, v, mask, out, lse, plan: Attend, key, operation, wants):
     wants_mask, wants_keys = wants
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
     dq = torch.zeros_like(q, dtype=precise)
@@ -184,7 +191,7 @@ def _backward(grad, q, k, v, mask, out, lse, plan: Attend, draws, operation, wan
             gk, gv = k.new_zeros(0), v.new_zeros(0)
         for piece in pieces:
             rows = slice(piece.q, piece.q + piece.q_rows)
-            made = _made(q, mask, plan, step, piece, draws)
+            made = _made(q, mask, plan, step, piece, key)
             operands = _operands(q, keys, values, piece)
             pq, pk, pv, pb = kernels.backward(
                 grad[:, :, rows], *operands, out[:, :, rows], lse[:, :, rows], made, wants_mask
@@ -306,19 +313,31 @@ def _ungrouped(grad: Tensor, keys: Tensor) -> Tensor:
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
-def _made(q, mask, plan: Attend, step: Step, piece: Piece, draws) -> kernels.Block:
-    keep = None
-    if plan.dropout:
+def _made(q, mask, plan: Attend, step: Step, piece: Piece, key) -> kernels.Block:
+    def keep(rows: slice) -> Tensor:
+        queries = _cut(plan.rows, piece.q + rows.start, rows.stop - rows.start)
+        return _kept(plan, key, queries, _cut(step.columns, piece.k, piece.k_rows))
 
-        def keep(rows: slice) -> Tensor:
-            return draws(plan.rows, piece, step.columns, rows)
-
+    bias = _bias(q, mask, plan, step, piece)
     return kernels.Block(
-        plan.scale, piece.causal, _bias(q, mask, plan, step, piece), plan.dropout, keep
+        plan.scale, piece.causal, bias, plan.dropout, keep if plan.dropout else None
     )
 
 
-def _cut(runs: Rows, start: int, rows: int) -> list[tuple[int, int]]:
+def _kept(plan: Attend, key: Tensor, queries: list[Run], keys: list[Run]) -> Tensor:
+    """Bool, which weights of these queries and keys dropout keeps."""
+    assert plan.weights is not None
+    bands = []
+    for a, b in queries:
+        blocks = []
+        for c, d in keys:
+            spans = ((1, *plan.heads), (2, a, b - a), (3, c, d - c))
+            blocks.append(above(plan.weights, key, plan.dropout, spans))
+        bands.append(torch.cat(blocks, 3))
+    return torch.cat(bands, 2)
+
+
+def _cut(runs: Rows, start: int, rows: int) -> list[Run]:
     """Rows [start, start+rows) of what has these runs, as global (start, stop)."""
     found, at = [], 0
     for a, b in runs:

@@ -30,6 +30,7 @@ from shardfield.comm.move import move
 from shardfield.comm.transpose import transpose
 from shardfield.constant import constant
 from shardfield.errors import LayoutError
+from shardfield.keyed import draw_key
 from shardfield.layout import Dim, Factor, Layout, canonical
 from shardfield.operands import part_of_plain
 from shardfield.plan import Exchange, Segment, exchange, runs_of
@@ -256,11 +257,24 @@ def attention_plan(
         and (not first.pieces or (len(first.pieces) == 1 and _all(first.pieces[0], rows, first)))
     )  # fmt: skip
     is_causal = bool(first.pieces) and first.pieces[0].causal
+    attended = Attend(
+        steps, group, merged, rows, factor, dropout,
+        Layout(mesh, (batch, heads_q, _whole(_size(dims_q[2])), _whole(_size(dims_k[2])))),
+        _head_span(enter_q, heads),
+    )  # fmt: skip
     return AttentionPlan(
         enter_q, enter_k, enter_v, out, mask_layout, mask_rows, name, found,
-        Attend(steps, group, merged, rows, factor, dropout), direct, is_causal, heads, reorder,
+        attended, direct, is_causal, heads, reorder,
         grouped, tuple(a for a in mesh.names if a in {*out.split_axes, *_axes(rows_k)}),
     )  # fmt: skip
+
+
+def _head_span(queries: Layout, heads: OverHeads | None) -> tuple[int, int]:
+    """(first, count) of the global query heads that this rank computes."""
+    first = queries.offset(1)
+    if heads is None:
+        return first, queries.local_shape[1]
+    return first + sum(heads.q_heads[: heads.rank]), heads.q_heads[heads.rank]
 
 
 def _all(piece, rows: Rows, step) -> bool:
@@ -467,7 +481,8 @@ def _act(op, q, k, v, mask, plan: AttentionPlan) -> Tensor:
             enable_gqa=plan.grouped != 1,
         )  # fmt: skip
     else:
-        out = attend(q, k, v, mask, plan.attend, None, operation)
+        key = draw_key(q.device) if plan.attend.dropout else None
+        out = attend(q, k, v, mask, plan.attend, key, operation)
     if heads is not None:
         out = transpose(out, 1, heads.q_heads, 2, heads.q_rows, heads.rank, heads.group, operation)
     if reorder is not None:
