@@ -43,21 +43,30 @@ Ranges = tuple[tuple[int, int, int], ...]
 """(first, count, stride) of every factor of some dims: where this rank's elements lie."""
 
 
+Spans = tuple[tuple[int, int, int], ...]
+"""(dim, first, count): global indices of some dims, in place of those that this rank holds."""
+
+
 @constant
-def _ranges(layout: Layout) -> tuple[Ranges, Ranges]:
-    """This rank's ranges of the leading and of the trailing dims, cut by the global shape alone."""
+def _ranges(layout: Layout, spans: Spans) -> tuple[Ranges, Ranges]:
+    """Ranges of the leading and of the trailing dims, cut by the global shape alone."""
     cut, size = len(layout.dims), 1
     while cut and size < _ROW:
         cut -= 1
         size *= layout.shape[cut]
-    return _ranges_of(layout, 0, cut), _ranges_of(layout, cut, len(layout.dims))
+    return _ranges_of(layout, spans, 0, cut), _ranges_of(layout, spans, cut, len(layout.dims))
 
 
-def _ranges_of(layout: Layout, begin: int, end: int) -> Ranges:
+def _ranges_of(layout: Layout, spans: Spans, begin: int, end: int) -> Ranges:
     mesh = layout.mesh
+    given = {dim: (first, count) for dim, first, count in spans}
     found, stride = [], 1
-    for dim in reversed(layout.dims[begin:end]):
-        for factor in reversed(dim):
+    for dim in reversed(range(begin, end)):
+        if dim in given:
+            found.append((*given[dim], stride))
+            stride *= layout.shape[dim]
+            continue
+        for factor in reversed(layout.dims[dim]):
             first, count = 0, factor.size
             if factor.axes:
                 rank = mesh.rank(factor.axes)
@@ -94,9 +103,9 @@ def _splitmix64(x: Tensor) -> Tensor:
     return x.bitwise_xor_(_shifted(x, 31))
 
 
-def _index(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+def _index(layout: Layout, spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the key is added to: int64 per row of leading dims; and int32 numbers of the columns."""
-    outer, inner = _ranges(layout)
+    outer, inner = _ranges(layout, spans)
     rows = (_numbers(outer, device) + 1) * _GOLDEN
     columns = (_numbers(inner, device) & 0xFFFFFFFF) ^ 0x80000000
     return rows, (columns - 0x80000000).to(torch.int32)
@@ -111,15 +120,18 @@ class Bits:
     Args:
         layout: of the tensor that is filled.
         key: from `draw_key`.
+        spans: of dims along which other elements are meant than this rank's.
     """
 
-    def __init__(self, layout: Layout, key: Tensor) -> None:
+    def __init__(self, layout: Layout, key: Tensor, spans: Spans = ()) -> None:
         # Small, but a dozen operations: kept, where it is made of real tensors.
         eager = not _compiling() and type(key) is Tensor
-        rows, self.columns = (_kept_index if eager else _index)(layout, key.device)
+        rows, self.columns = (_kept_index if eager else _index)(layout, spans, key.device)
         halves = _splitmix64(rows + key).view(torch.int32).view(-1, 2)
         self.row_keys = halves[:, :1], halves[:, 1:]
-        self.shape = layout.local_shape
+        self.shape = list(layout.local_shape)
+        for dim, _, count in spans:
+            self.shape[dim] = count
 
     def blocks(self) -> list[slice]:
         """Slices of rows to hash one after the other."""
@@ -153,9 +165,9 @@ class Bits:
         return out.view(self.shape)
 
 
-def above(layout: Layout, key: Tensor, p: float) -> Tensor:
+def above(layout: Layout, key: Tensor, p: float, spans: Spans = ()) -> Tensor:
     """Bool, True with probability 1-p."""
-    bits = Bits(layout, key)
+    bits = Bits(layout, key, spans)
     bound = round(p * (1 << 32)) - (1 << 31)
     if bound > (1 << 31) - 1:
         return bits.columns.new_zeros(bits.shape, dtype=torch.bool)

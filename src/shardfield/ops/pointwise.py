@@ -8,7 +8,7 @@ import torch
 
 from shardfield.constant import constant
 from shardfield.layout import Factor, Layout
-from shardfield.operands import blocks, broadcast_layouts, written
+from shardfield.operands import blocks, written
 from shardfield.registry import fallback, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
@@ -176,14 +176,6 @@ def _named_in_place(op) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return name.endswith("_")
-
-
-@register(torch.broadcast_tensors, uses=False)
-def broadcast_tensors(op, *tensors) -> tuple[Tensor, ...]:
-    """Each expanded to the common shape; plain ones stay plain. Comm: none."""
-    described = [t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors]
-    out, _ = broadcast_layouts(op, False, *described)
-    return tuple(t if t.shape == out.shape else t.expand(out.shape) for t in tensors)
 
 
 @register(
