@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardfield.constant import constant
@@ -10,7 +12,8 @@ from shardfield.operands import blocks, written
 from shardfield.registry import fallback, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
-Tensor = _T = torch.Tensor
+Tensor = torch.Tensor
+_T: Any = torch.Tensor
 _nn = torch._C._nn  # type: ignore[attr-defined]
 
 _DUNDER = {
@@ -80,7 +83,7 @@ def pointwise_by_tag(function):
 
 
 @register(torch.where, _T.where, uses=False)
-def where(op, condition, input=None, other=None, *, out=None) -> Tensor:
+def where(op, condition, input=None, other=None, *, out=None):
     """Elementwise choice. Layout, Comm: as `pointwise`; `where(condition)` alone is refused."""
     if input is None or other is None or out is not None:
         raise unsupported(op, "only its elementwise form keeps the split", args=(condition,))
@@ -130,8 +133,8 @@ def _broadcast(op, args, kwargs):
     """Operands of different shapes or layouts, or plain ones."""
     out = kwargs.get("out")
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-    first = args[0] if args else None
     writes = _writes(op, kwargs)
+    first: Any = args[0] if args else None
     if writes:
         written(op, first)
     args, kwargs, layout = blocks(op, args, kwargs, writes)
