@@ -61,9 +61,9 @@ def broadcast_tensors(op, *tensors):
     """As `expand`, of each tensor to the common shape."""
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         (tensors,) = tensors
-    described = [t.layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors]
-    shape = broadcast_layouts(op, False, *described)[0].shape
-    return tuple([tensor if tensor.shape == shape else tensor.expand(shape) for tensor in tensors])
+    described = [t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors]
+    out, _ = broadcast_layouts(op, False, *described)
+    return tuple([t if t.shape == out.shape else t.expand(out.shape) for t in tensors])
 
 
 @register(torch.meshgrid, uses=False)
