@@ -15,12 +15,17 @@ from typing import Any
 _MODULES = {"torch.functional", "torch.nn.functional"}
 
 
-def body_of(function: Any) -> Callable[..., Any] | None:
-    """The function without the question whether to hand it over; None if it does not ask it."""
-    if not isinstance(function, FunctionType) or function.__module__ not in _MODULES:
-        return None
-    if "handle_torch_function" not in function.__code__.co_names:
-        return None
+def is_composite(function: Any) -> bool:
+    """Whether torch wrote it in Python and asks there whether to hand it over."""
+    return (
+        isinstance(function, FunctionType)
+        and function.__module__ in _MODULES
+        and "handle_torch_function" in function.__code__.co_names
+    )
+
+
+def body_of(function: FunctionType) -> Callable[..., Any]:
+    """The function without that question."""
     body = FunctionType(
         function.__code__,
         _unasked(function.__module__),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from shardfield.axes import TENSOR
 from shardfield.comm._torch import let_dynamo_dispatch, let_dynamo_dispatch_more
 from shardfield.comm.reduce import scale_gradient, use
-from shardfield.composite import body_of
+from shardfield.composite import body_of, is_composite
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
@@ -149,8 +149,12 @@ def _find(function: Any) -> Handler | None:
         found = find(function)
         if found is not None:
             return found
+    return _composed(function) if is_composite(function) else None
+
+
+def _composed(function: FunctionType) -> Handler:
     body = body_of(function)
-    return None if body is None else lambda op, *args, **kwargs: body(*args, **kwargs)
+    return lambda op, *args, **kwargs: body(*args, **kwargs)
 
 
 def _refuse(op, *args, **kwargs):

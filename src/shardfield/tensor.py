@@ -380,6 +380,13 @@ def result(local: Tensor, layout: Layout) -> Tensor:
     return wrap(local, layout) if layout.split_axes else local
 
 
+def marked(x: Tensor, moved: bool) -> Tensor:
+    """Remembers that writing into `x` would not reach its base."""
+    if moved and isinstance(x, ShardTensor):
+        x._moved = True
+    return x
+
+
 def local_of(x: Tensor) -> Tensor:
     """The plain tensor that operations on `x` act on."""
     local = x._local  # type: ignore[attr-defined]

@@ -7,6 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples, splits
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
@@ -268,6 +271,34 @@ def test_split_classes(places):
     given = [X, INDEX, TARGET]
     # Composed of several operations on its classes, a rank does as much as torch's fused one.
     parity(of_classes, given, places, ranks=(4,), dtype=torch.float64, double=True, whole=True)
+
+
+@examples(8)
+@given(data=st.data())
+def test_cross_entropy_of_any_arguments(data):
+    split = data.draw(st.integers(0, 3))
+    index = data.draw(st.booleans())
+    options = {
+        "reduction": data.draw(st.sampled_from(["none", "mean", "sum"])),
+        "weight": data.draw(st.sampled_from([None, CLASS_WEIGHT.double()])),
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.3])),
+        "ignore_index": data.draw(st.sampled_from([-100, 0, 3] if index else [-100])),
+    }
+    if index:
+        target, alike = INDEX, None if split == 1 else split - (split > 1)
+    else:
+        target, alike = TARGET.softmax(1), split
+    place = data.draw(st.sampled_from([None, alike, 0]))
+    sizes = [data.draw(splits(X.shape[split], 3))]
+    parity(
+        lambda x, y: F.cross_entropy(x, y, **options),
+        [X, target],
+        [split, place],
+        ranks=(3,),
+        sizes=sizes,
+        dtype=torch.float64,
+        whole=True,
+    )
 
 
 def test_split_classes_of_one_row_and_of_half_precision():

@@ -38,7 +38,7 @@ ARITHMETIC = {
     ),
     "with bounds": lambda x, y: (
         x.clamp(-y, y),
-        x.clamp_min(y[0]),
+        x.clamp_min(y[0]) + torch.max(x, y[1]),
         torch.lerp(x, y, y),
         x.lerp(y, 0.3),
         torch.addcmul(x, x, y, value=2),

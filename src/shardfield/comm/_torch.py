@@ -62,6 +62,7 @@ def let_dynamo_dispatch_more(kind: type) -> None:
 
     def flatten(values):
         found = []
+        value: Any
         for value in flatten_lists(values):
             is_tuple = value.is_realized() and isinstance(value, TupleVariable)
             found += flatten(value.items) if is_tuple else [value]

@@ -68,6 +68,8 @@ def _classified(op, input, target, weight, reduction, ignore_index, smoothing=No
     _checked(op, (input, logits), (target, wanted), (weight, whole))
     if index and weight is not None and weight.requires_grad:
         raise NotImplementedError("the derivative for 'weight' is not implemented")  # as in torch
+    if not index and ignore_index >= 0:
+        raise RuntimeError("ignore_index is not supported for floating point target")  # as in torch
     local = block(input, logits, logits)
     target = block(target, wanted, logits)
     if weight is not None:

@@ -101,7 +101,7 @@ def bincount(op, input, weights=None, minlength: int = 0) -> Tensor:
     """
     if input.dim() != 1 or (weights is not None and weights.shape != input.shape):
         raise unsupported(op, "numbers, and weights if any, are 1-d and of one size")
-    layout = (input if isinstance(input, ShardTensor) else weights).layout
+    layout = next(x._layout for x in (input, weights) if isinstance(x, ShardTensor))
     length = max(minlength, int(input.max()) + 1 if input.numel() else 0)
     local, shares = (None if x is None else block(x, layout, layout) for x in (input, weights))
     counts = op(local, shares, length)

@@ -75,7 +75,6 @@ def l1_loss(op, *args, weight=None, **kwargs) -> Tensor:
 
 
 _L1_LOSS = body_of(F.l1_loss)
-assert _L1_LOSS is not None
 
 
 def _lost_weight() -> Tensor | None:
@@ -192,6 +191,13 @@ def multilabel_margin_loss(op, input, target, reduction=MEAN) -> Tensor:
     return _finished(result(op(x, y, NONE), samples), reduction)
 
 
+def _whole(x: Tensor) -> Tensor:
+    """All of a small tensor, on every rank."""
+    whole = x.full_tensor() if isinstance(x, ShardTensor) else x
+    assert whole is not None
+    return whole
+
+
 @register(torch.ctc_loss, uses=False)
 def ctc_loss(
     op,
@@ -210,10 +216,8 @@ def ctc_loss(
         for value in (input_lengths, target_lengths)
     )
     if at is not None and targets.dim() == 1:
-        whole, each = (
-            x.full_tensor() if isinstance(x, ShardTensor) else x for x in (targets, lengths)
-        )
-        targets = pad_sequence(whole.split(each.tolist()), batch_first=True)
+        joined, each = _whole(targets), _whole(lengths)
+        targets = pad_sequence(list(joined.split(each.tolist())), batch_first=True)
     (x, y, inputs, lengths), samples = _rows(
         op, (log_probs, at), (targets, batched), (inputs, batched), (lengths, batched)
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardfield.constant import constant
 from shardfield.layout import Factor, Layout
-from shardfield.operands import blocks, broadcast_layouts, written
+from shardfield.operands import blocks, written
 from shardfield.registry import fallback, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
-Tensor = _T = torch.Tensor
+Tensor = torch.Tensor
+_T: Any = torch.Tensor
 _nn = torch._C._nn  # type: ignore[attr-defined]
 
 _DUNDER = {
@@ -80,7 +83,7 @@ def pointwise_by_tag(function):
 
 
 @register(torch.where, _T.where, uses=False)
-def where(op, condition, input=None, other=None, *, out=None) -> Tensor:
+def where(op, condition, input=None, other=None, *, out=None):
     """Elementwise choice. Layout, Comm: as `pointwise`; `where(condition)` alone is refused."""
     if input is None or other is None or out is not None:
         raise unsupported(op, "only its elementwise form keeps the split", args=(condition,))
@@ -130,8 +133,8 @@ def _broadcast(op, args, kwargs):
     """Operands of different shapes or layouts, or plain ones."""
     out = kwargs.get("out")
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-    first = args[0] if args else None
     writes = _writes(op, kwargs)
+    first: Any = args[0] if args else None
     if writes:
         written(op, first)
     args, kwargs, layout = blocks(op, args, kwargs, writes)
@@ -173,14 +176,6 @@ def _named_in_place(op) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return name.endswith("_")
-
-
-@register(torch.broadcast_tensors, uses=False)
-def broadcast_tensors(op, *tensors) -> tuple[Tensor, ...]:
-    """Each expanded to the common shape; plain ones stay plain. Comm: none."""
-    described = [t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors]
-    out, _ = broadcast_layouts(op, False, *described)
-    return tuple(t if t.shape == out.shape else t.expand(out.shape) for t in tensors)
 
 
 @register(
@@ -228,7 +223,7 @@ def same_values(op, input, *args, **kwargs):
     args = tuple([local_of(a) if isinstance(a, ShardTensor) else a for a in args])
     out = op(local, *args, **kwargs)
     if out is local:
-        if getattr(op, "__name__", "").endswith("_"):
+        if input._moved and getattr(op, "__name__", "").endswith("_"):
             written(op, input)
         return input
     return wrap(out, input._layout) if isinstance(out, Tensor) else out

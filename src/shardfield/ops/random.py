@@ -200,7 +200,6 @@ def gumbel_softmax(op, logits, tau=1, hard=False, eps=1e-10, dim=-1) -> Tensor:
 
 
 _GUMBEL_SOFTMAX = body_of(F.gumbel_softmax)
-assert _GUMBEL_SOFTMAX is not None
 
 
 def _made(make, shape, mesh, placements, sizes, dtype, requires_grad) -> Tensor:
