@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
-from models import table, training
+from models import document, table, training
+from models.refused import REFUSED
 
-from shardfield.testing import rank_pool
+from shardfield.testing import RankError, rank_pool
 
 ATOL = 1e-10
 LIMIT = 300.0
@@ -44,6 +45,16 @@ def compare(key: str, ranks: int, backend: str = "") -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_two_steps_and_inference_equal_one_process(key: str, ranks: int) -> None:
     compare(key, ranks)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_does_not_run_yet_names_the_operation(key: str) -> None:
+    with pytest.raises(RankError, match=f"UnsupportedOperation in {REFUSED[key][1]}"):
+        rank_pool(2).run(training.refused, key)
+
+
+def test_the_page_of_models_is_what_the_tables_say() -> None:
+    assert document.PAGE.read_text() == document.page(), "in tests/: python -m models.document"
 
 
 @pytest.mark.conformance

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import table
 from models.entry import Model
+from models.refused import REFUSED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -53,6 +54,15 @@ def on_ranks(rank: Rank, key: str, backend: str = "") -> tuple[Values | None, bo
     first = flat.clone()
     dist.broadcast(first, src=0)
     return values if rank.rank == 0 else None, torch.equal(flat, first)
+
+
+def refused(rank: Rank, key: str) -> None:
+    """Runs the forward of a model that does not run."""
+    model, _ = REFUSED[key]
+    mesh, extents = rank.mesh(domain=rank.world_size), model.extents(rank.world_size)
+    x = sf.distribute_tensor(model.sample(0), mesh, [Shard(model.split)], sizes=extents)
+    with _float64():
+        model.call(model.network(), x)
 
 
 class _float64:

@@ -106,7 +106,8 @@ def workloads(scale: int = 1) -> list[Workload]:
     """The timed workloads; `scale` divides every spatial extent (for quick looks and tests)."""
     wide, cube, square = 512 // scale, 64 // scale, 256 // scale
     conv_shape, cube_shape = (1, 32, wide, wide), (1, 16, cube, cube, cube)
-    image, volume = (1, 3, square, square), (96 // scale, 64 // scale, 64 // scale)
+    image = (1, 3, 384 // scale, 384 // scale)
+    volume = (128 // scale, 64 // scale, 64 // scale)
     return [
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
         Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
