@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardfield as sf
 from shardfield.comm import record_traffic
+from shardfield.ops.fractional import fractional_window
 from shardfield.testing import Rank, rank_pool
 
 torch.manual_seed(0)
@@ -165,6 +166,70 @@ def test_interpolation_sends_the_rows_beside_the_cut():
     assert traffic(up, (2, 2, 9, 5), (5, 4)) == [Passes([], [])] * 2
     smooth = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
     check(traffic(smooth, (2, 2, 9, 5), (5, 4)), (1, 1), (1, 1), 2 * 2 * 5)
+
+
+def test_antialiasing_sends_what_the_filter_reaches():
+    """A filter of 8 rows: outputs 0 and 1 read rows 0-9, outputs 2 and 3 rows 6-15."""
+
+    def shrink(x):
+        return F.interpolate(x, (4, 5), mode="bilinear", antialias=True)
+
+    check(traffic(shrink, (2, 2, 16, 5), (8, 8)), (2, 2), (2, 2), 2 * 2 * 5)
+
+
+def test_windows_as_data_and_their_sums_send_halos_only():
+    sizes = (5, 1, 3)
+    halos = exchanged(sizes, same_size(sizes, 1))
+    unfold = nn.Unfold(3, padding=1)
+    check(traffic(unfold, (2, 2, 9, 5), sizes), *halos, 2 * 2 * 5)
+    fold = nn.Fold((9, 5), 3, padding=1)
+    check(traffic(fold, (2, 18, 45), (25, 5, 15)), *halos, 2 * 18 * 5)
+    # Windows 0-3 read rows 0-5, windows 4-6 rows 4-8.
+    check(traffic(lambda x: x.unfold(2, 3, 1), (2, 2, 9, 5), (5, 4)), (1, 1), (1, 1), 2 * 2 * 5)
+
+
+def test_shuffles_send_the_rows_between_the_cut_and_the_nearest_multiple():
+    assert traffic(nn.PixelShuffle(2), (2, 4, 9, 5), (5, 4)) == [Passes([], [])] * 2
+    assert traffic(nn.PixelUnshuffle(2), (2, 3, 10, 4), (8, 2)) == [Passes([], [])] * 2
+    check(traffic(nn.PixelUnshuffle(2), (2, 3, 10, 4), (5, 5)), (0, 1), (1, 0), 2 * 3 * 4)
+    # Of channels 0-7 in two groups, the first four become 0, 4, 1, 5.
+    groups = nn.ChannelShuffle(2)
+    assert traffic(groups, (2, 8, 3, 5), (2, 1)) == [Passes([], [])] * 2
+    check(traffic(groups, (2, 8, 3, 5), (4, 4), dim=1), (2, 2), (2, 2), 2 * 3 * 5)
+
+
+def test_fractional_pooling_sends_what_some_sample_reaches():
+    sizes = (9, 7)
+    plan = fractional_window(sizes, 3, 7, 2)
+    reached = [(rows[0].start, rows[0].start + rows[0].length) for rows in plan.wanted]
+    assert reached == [(0, 12), (6, 16)]
+    pool = nn.FractionalMaxPool2d(3, (7, 2))
+    check(traffic(pool, (2, 2, 16, 5), sizes), *exchanged(sizes, reached), 2 * 2 * 5)
+
+
+def test_adaptive_maxima_gather_one_value_and_one_position_of_each_rank():
+    for passes in traffic(nn.AdaptiveMaxPool2d(1), (2, 3, 9, 5), (5, 1, 3)):
+        assert passes == Passes([("all_to_all", 2 * 2 * 3 * WIDE)] * 2, [])
+
+
+def unpooled(x: torch.Tensor, window: int):
+    """Unpooling by 2, every value back to the first place of its window."""
+    rows, columns = 16 + window, 8 + window
+    places = torch.arange(9).view(9, 1) * 2 * columns + torch.arange(5) * 2
+    assert isinstance(x, sf.ShardTensor)
+    places = sf.distribute_tensor(
+        places.expand(2, 2, 9, 5).contiguous(), x.device_mesh, [Shard(2)], None, (5, 4)
+    )
+    return F.max_unpool2d(x, places, window, 2, 0, (rows, columns))
+
+
+def test_unpooling_sends_values_and_positions_beside_the_cut():
+    assert traffic(lambda x: unpooled(x, 2), (2, 2, 9, 5), (5, 4)) == [Passes([], [])] * 2
+    # Windows of 3: output rows 0-10 are rank 0's, and window 5, of rank 1, covers row 10 too.
+    row = 2 * 2 * 5 * WIDE
+    first, second = traffic(lambda x: unpooled(x, 3), (2, 2, 9, 5), (5, 4))
+    assert first == Passes([("all_to_all", 0)] * 2, [("all_to_all", row)])
+    assert second == Passes([("all_to_all", row)] * 2, [("all_to_all", 0)])
 
 
 def test_mesh_of_two_axes_sends_rows_then_columns_with_corners():
@@ -369,6 +434,12 @@ FREE = {
     "unsqueeze": lambda x: x.unsqueeze(2).squeeze(2),
     "channels": lambda x: x[:, 1:],
     "cat": lambda x: torch.cat([x, 2 * x], 1),
+    "repeat": lambda x: x.repeat(2, 1, 3, 1).tile(2),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 2),
+    "counted repeats": lambda x: x.repeat_interleave(torch.arange(9), 2),
+    "turn": lambda x: x.rot90(1, (2, 3)),
+    "triangle": lambda x: x.tril().diagonal(1, 2, 3),
+    "items": lambda x: x.detach().view(torch.int32),
     "stack": lambda x: torch.stack([x, x]),
     "chunk": lambda x: x.chunk(3, 1)[1],
     "softmax": lambda x: x.softmax(1),

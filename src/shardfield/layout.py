@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from math import prod
@@ -44,6 +44,21 @@ def cuts(extents: Sequence[int]) -> tuple[int, ...]:
 def extents_of(points: Sequence[int]) -> tuple[int, ...]:
     """Inverse of `cuts`."""
     return tuple(b - a for a, b in zip(points, points[1:], strict=False))
+
+
+def wrapped(dim: int, ndim: int) -> int:
+    """A dim counted from the front, as torch counts.
+
+    Raises:
+        IndexError: there is no such dim, with torch's text.
+    """
+    count = max(ndim, 1)
+    if not -count <= dim < count:
+        raise IndexError(
+            "Dimension out of range (expected to be in range of "
+            f"[{-count}, {count - 1}], but got {dim})"
+        )
+    return dim % count
 
 
 def canonical(factors: Sequence[Factor]) -> Dim:
@@ -141,7 +156,7 @@ class Layout:
             return 0
         return sum(factor.extents[: self.mesh.rank(factor.axes)])
 
-    def replace(self, changes: dict[int, Sequence[Factor]]) -> Layout:
+    def replace(self, changes: Mapping[int, Sequence[Factor]]) -> Layout:
         """The layout with some dims exchanged."""
         return Layout(
             self.mesh, tuple(changes.get(index, dim) for index, dim in enumerate(self.dims))

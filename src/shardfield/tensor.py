@@ -367,6 +367,10 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
 
 def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTensor:
     """A ShardTensor that holds its plain tensor whatever the grad mode."""
+    if local._is_view() and not local.requires_grad:
+        # Of a view, the retyped object would be a second view of the same base, which autograd in
+        # C++ (reentrant checkpointing, FSDP2) does not find connected to the first.
+        local = local.data
     with torch.enable_grad():
         x = wrap(local, layout)
     return x.requires_grad_() if requires_grad else x
@@ -380,6 +384,13 @@ def serialized_globals() -> list:
 def result(local: Tensor, layout: Layout) -> Tensor:
     """`wrap`, or the plain tensor itself when nothing is split any more."""
     return wrap(local, layout) if layout.split_axes else local
+
+
+def marked(x: Tensor, moved: bool) -> Tensor:
+    """Remembers that writing into `x` would not reach its base."""
+    if moved and isinstance(x, ShardTensor):
+        x._moved = True
+    return x
 
 
 def local_of(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardfield.ops.index import rows_in
+from shardfield.ranges import rows_in
 from shardfield.testing import parity, refused
 
 X = torch.randn(3, 7, 9, generator=torch.Generator().manual_seed(0))
@@ -43,6 +43,25 @@ def test_slices_stay_with_their_owners(dim):
         )
 
     check(slices, [X], [dim], sizes=SIZES, output="sharded")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_pieces_of_every_name(dim):
+    def pieces(x):
+        return (
+            *x.tensor_split([1, 5, 5], 2),
+            *torch.tensor_split(x, torch.tensor(2), 1),
+            *x.tensor_split(torch.tensor([2, 3]), 1),
+            *x.hsplit([2, 9]),
+            *torch.vsplit(x, 3),
+            *x.dsplit(3),
+            *torch.unsafe_chunk(x, 2, 2),
+            *x.unsafe_split(4, 1),
+            torch.narrow_copy(x, 2, 1, 7),
+        )
+
+    check(pieces, [X], [dim], sizes=[(1, 2), (4, 3), (5, 4), (1, 0, 2), (1, 6, 0), (0, 0, 9)])
+    refused(lambda x: x.vsplit(2), [X], [dim], error=RuntimeError, ranks=(2,))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -55,6 +55,17 @@ def test_on_a_grid_of_ranks_with_operands_split_over_one_axis(along):
     check(join, [X, Y, P], places, (4,), double=True)
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_stacks_of_tensors_with_few_dims(dims):
+    def join(x, plain):
+        pair = [x, plain]
+        joined = torch.hstack(pair), torch.vstack(pair), torch.dstack(pair)
+        return *joined, torch.column_stack(pair), torch.row_stack(pair)
+
+    x, plain = X[(0,) * (3 - dims)], P[(0,) * (3 - dims)]
+    check(join, [x, plain], [dims - 1, None], sizes=[(5, 3), (1, 0, 7), (2, 0, 5, 1)])
+
+
 def test_uneven_parts_and_empty_operands():
     def join(x, y):
         return torch.cat([torch.empty(0), x[:, :, 1:4], y, x[:, :, :0]], 2), torch.cat([x, y], 2)

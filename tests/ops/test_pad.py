@@ -84,14 +84,25 @@ def test_rolls_and_flips(dim):
             x.flip(2),
             torch.flip(x, (0, 3)),
             x.flatten(2).roll(5, 2),
+            x.roll(-7),
+            x.fliplr() + x.flipud(),
         )
 
     check(shift, [X], [dim], sizes=SIZES, double=True)
 
 
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_turns_swap_the_splits(dim):
+    def turns(x):
+        return [torch.rot90(x, k, (2, 3)) for k in (0, 1, 2, 3, -1)] + [x.rot90(5, [3, 1])]
+
+    check(turns, [X], [dim], sizes=SIZES)
+    refused(lambda x: torch.rot90(x, 1, (2, 2)), [X], [dim], error=RuntimeError, ranks=(2,))
+
+
 def test_compiled():
     def shift(x):
-        return F.pad(x, (1, 2, 3, 0), "reflect").roll(2, 2) * 2
+        return F.pad(x, (1, 2, 3, 0), "reflect").roll(2, 2).rot90(1, (2, 3)) * 2
 
     check(shift, [X], [2], (2,), sizes=[(4, 2)], compiled=True)
 

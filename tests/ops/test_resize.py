@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from strategies import examples, sized_splits, splits
 from torch import nn
 
-from shardfield.ops.resize import resize_dim, taps
+from shardfield.ops.resize import resize_dim
+from shardfield.taps import taps
 from shardfield.testing import parity, refused
 
 X = torch.randn(2, 3, 16, 6, generator=torch.Generator().manual_seed(0))
@@ -82,12 +83,26 @@ def test_upsample_module_keeps_aligned_cuts():
     parity(nn.Upsample(scale_factor=2), [X], [2], (2, 3), output="sharded", dtype=torch.float64)
 
 
-def test_unsplit_space_takes_every_mode():
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialias(mode):
     def resize(x):
-        return F.interpolate(x, (5, 4), mode="bilinear", antialias=True)
+        return (
+            F.interpolate(x, (5, 9), mode=mode, antialias=True),
+            F.interpolate(x, scale_factor=(0.3, 1.7), mode=mode, antialias=True),
+            F.interpolate(x, (1, 2), mode=mode, align_corners=True, antialias=True),
+        )
 
-    parity(resize, [X], [1], (2, 3), dtype=torch.float64)
-    assert "antialias" in refused(resize, [X], [2])
+    parity(resize, [X], [2], sizes=SIZES, dtype=torch.float64, double=mode == "bicubic")
+    sizes = [{"h": (9, 7), "w": (1, 5)}]
+    parity(resize, [X], [{2: "h", 3: "w"}], (4,), sizes, dtype=torch.float64)
+    parity(resize, [X], [3], (2,), [(1, 5)], compiled=True)
+    refused(
+        lambda x: F.interpolate(x, 5, antialias=True),
+        [X],
+        [2],
+        error=ValueError,
+        match="restricted",
+    )
 
 
 @examples(12)

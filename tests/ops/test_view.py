@@ -49,9 +49,12 @@ def test_case_20_one_dim_of_everything(dim):
     check(lambda x: (x.view(-1), x.view(-1).view(6, 256)), [x], [dim], (4,))
 
 
-def test_splits_on_two_axes_that_do_not_line_up_are_refused():
-    x = torch.randn(6, 4)
-    refused(lambda x: x.view(8, 3), [x], [{0: "h", 1: "w"}], match="more than one axis", ranks=(4,))
+def test_case_20_splits_on_two_axes_that_do_not_line_up():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    sizes = [{"h": (3, 3), "w": (1, 3)}, {"h": (6, 0), "w": (0, 4)}]
+    check(
+        lambda x: (x.view(8, 3) * x.view(8, 3), x.view(3, 8)), [x], [{0: "h", 1: "w"}], (4,), sizes
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -86,6 +89,18 @@ def test_heads_and_windows():
         return x.view(2, 3, 2, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, 3)
 
     check(windows, [X], [2], sizes=[(2, 2), (3, 1), (4, 0, 0)])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_items_of_other_sizes(dim):
+    whole = torch.arange(48).view(4, 12)
+
+    def items(x):
+        wide = x.view(torch.complex128)
+        return x.view(torch.int16), x[:, 4:].view(torch.float64), wide.view(torch.int64) * 2
+
+    parity(items, [whole], [dim], sizes=[(1, 3), (7, 5), (4, 0), (3, 0, 9), (1, 0, 0, 3)])
+    refused(lambda x: x[:, 1:].view(torch.complex128), [whole], [0], error=RuntimeError, ranks=(2,))
 
 
 def _writes(rank):

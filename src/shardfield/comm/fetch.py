@@ -53,6 +53,22 @@ def _shaped(like: torch.Tensor, dim: int, rows: int) -> list[int]:
     return shape
 
 
+def format_of(x: torch.Tensor) -> torch.memory_format:
+    """Channels-last, where torch's operations on `x` would keep that, else contiguous."""
+    if x.dim() in _CHANNELS_LAST and not x.is_contiguous():
+        last = _CHANNELS_LAST[x.dim()]
+        if x.is_contiguous(memory_format=last):
+            return last
+    return torch.contiguous_format
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _filled(like: torch.Tensor, dim: int, rows: int, fill: float) -> torch.Tensor:
+    return like.new_full(_shaped(like, dim, rows), fill).contiguous(memory_format=format_of(like))
+
+
 def _send_slabs(
     slabs: Sequence[torch.Tensor],
     like: torch.Tensor,
@@ -125,14 +141,16 @@ def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tenso
         slabs = [_slab(local, dim, part) for part in plan.sends if part]
         sends = _counts(plan.sends)
         arrived = _send_slabs(slabs, local, dim, sends, plan.receives, group, operation)
-    present = [block for block in arrived if block is not None]
+    memory_format = format_of(local)
+    # torch.cat keeps a format that all its operands have.
+    present = [b.contiguous(memory_format=memory_format) for b in arrived if b is not None]
     received = None
     if present:
         received = present[0] if len(present) == 1 else torch.cat(present, dim)
     parts = []
     for piece in plan.pieces:
         if piece.source == "fill":
-            parts.append(local.new_full(_shaped(local, dim, piece.length), fill))
+            parts.append(_filled(local, dim, piece.length, fill))
         else:
             source = local if piece.source == "local" else received
             assert source is not None
@@ -198,7 +216,7 @@ def reassemble(
     parts = []
     for piece in plan.pieces:
         if piece.source == "fill":
-            parts.append(local.new_full(_shaped(local, dim, piece.length), fill))
+            parts.append(_filled(local, dim, piece.length, fill))
         else:
             parts.append(_take(local, dim, piece) if piece.source == "local" else left.pop(0))
     return torch.cat(parts, dim)
@@ -225,7 +243,7 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = Fals
     if plan.core is not None:
         total = pieces[plan.core][1]
         if not fresh:
-            total = total.clone(memory_format=torch.contiguous_format)
+            total = total.clone(memory_format=format_of(grad))
     else:
         total = grad.new_zeros(_shaped(grad, dim, plan.rows))
     for index, (piece, part) in enumerate(pieces):

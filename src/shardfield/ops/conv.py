@@ -10,15 +10,9 @@ from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import transposed_window, window
 from shardfield.registry import register, unsupported
+from shardfield.spatial import each, spatial
 from shardfield.tensor import ShardTensor
 from shardfield.windowed import WindowPlan, window_plan, windowed
-
-
-def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """One number per spatial dim, as torch spreads them."""
-    if isinstance(value, int):
-        return (value,) * dims
-    return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
 def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
@@ -27,21 +21,14 @@ def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
     if padding == "same":
         reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((r // 2, r - r // 2) for r in reach)
-    return tuple((p, p) for p in _each(padding, len(kernel)))
+    return tuple((p, p) for p in each(padding, len(kernel)))
 
 
 @constant
-def _check(op, layout: Layout, dims: int) -> int:
-    """Number of leading dims before the spatial ones; refuses what has no exact plan."""
-    lead = len(layout.dims) - dims
-    if lead not in (1, 2):
-        raise unsupported(op, f"its input has {len(layout.dims)} dims", args=(layout,))
+def _check(op, layout: Layout, lead: int) -> None:
+    """Refuses what has no exact plan."""
     if layout.is_split(lead - 1):
         raise unsupported(op, f"its channels (dim {lead - 1}) are split", args=(layout,))
-    for dim in range(lead, len(layout.dims)):
-        if layout.contiguous(dim) is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
-    return lead
 
 
 def _check_weight(op, input, weight, bias) -> None:
@@ -78,8 +65,9 @@ def conv(
     _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
-    stride, dilation = _each(stride, dims), _each(dilation, dims)
-    lead = _check(op, input.layout, dims)
+    stride, dilation = each(stride, dims), each(dilation, dims)
+    input, lead = spatial(op, input, dims)
+    _check(op, input.layout, lead)
     pads = _padding(padding, kernel, dilation)
     plan = _conv_plan(input.layout, lead, weight.shape[0], kernel, stride, pads, dilation)
     if plan.steps:
@@ -148,9 +136,10 @@ def conv_transpose(
     _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
-    stride, dilation = _each(stride, dims), _each(dilation, dims)
-    padding, output_padding = _each(padding, dims), _each(output_padding, dims)
-    lead = _check(op, input.layout, dims)
+    stride, dilation = each(stride, dims), each(dilation, dims)
+    padding, output_padding = each(padding, dims), each(output_padding, dims)
+    input, lead = spatial(op, input, dims)
+    _check(op, input.layout, lead)
     plan, pads, extras = _transposed_plan(
         input.layout,
         lead,

@@ -1,179 +1,19 @@
-"""Indexing: rows of split dims stay with their owners, rows of whole dims are taken locally."""
+"""Indexing by ints, slices and tensors: rows of split dims stay with their owners."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 
 import torch
 
 from shardfield.comm.move import move
 from shardfield.constant import constant
-from shardfield.layout import Dim, Factor, Layout, cuts, even_extents, extents_of
+from shardfield.layout import Dim, Factor, Layout, wrapped
+from shardfield.ranges import Cut, cut_of, sliced
 from shardfield.registry import register, unsupported
-from shardfield.tensor import ShardTensor, local_of, result
+from shardfield.tensor import ShardTensor, local_of, marked, result
 
 _T = torch.Tensor
-
-Cut = tuple[int, int, int]
-"""Rows `start, start+step, ...` before `stop` of one dim; as `slice.indices` gives them."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SlicePlan:
-    """Slices along the dims of a layout, seen from this rank.
-
-    Attributes:
-        layout: of the result.
-        source: the layout to move to first; the given one if nothing moves.
-        cuts: (dim, local start, stop, step) to take of the local tensor.
-    """
-
-    layout: Layout
-    source: Layout
-    cuts: tuple[tuple[int, int, int, int], ...]
-
-
-def rows_in(cut: Cut, before: int) -> int:
-    """How many rows of a slice lie before a global row."""
-    start, stop, step = cut
-    return max(0, -((start - min(before, stop)) // step))
-
-
-@constant
-def slice_plan(layout: Layout, wanted: tuple[Cut | None, ...]) -> SlicePlan:
-    """The plan of one slice per dim (None: all rows)."""
-    source, taken, dims = layout, [], list(layout.dims)
-    for dim, cut in enumerate(wanted):
-        if cut is None or cut == (0, layout.shape[dim], 1):
-            continue
-        if not layout.is_split(dim):
-            taken.append((dim, *cut))
-            dims[dim] = (Factor(rows_in(cut, layout.shape[dim])),)
-            continue
-        inner = _inner_cut(layout.dims[dim], cut)
-        if inner is not None:
-            factor, unit = layout.dims[dim][0], layout.local_shape[dim]
-            unit //= max(factor.size, 1)
-            start, stop, _ = inner
-            taken.append((dim, start * unit, stop * unit, 1))
-            dims[dim] = (Factor(stop - start), *layout.dims[dim][1:])
-            continue
-        factor = contiguous_ranges(source, dim)
-        source = source.replace({dim: (factor,)})
-        points = [rows_in(cut, point) for point in cuts(factor.extents)]
-        rank = layout.mesh.rank(factor.axes)
-        start, stop, step = cut
-        first = start + points[rank] * step - cuts(factor.extents)[rank]
-        count = points[rank + 1] - points[rank]
-        last = first + (count - 1) * step + 1
-        taken.append((dim, first, last, step) if count else (dim, 0, 0, 1))
-        dims[dim] = (Factor(points[-1], factor.axes, extents_of(points)),)
-    return SlicePlan(Layout(layout.mesh, dims), source, tuple(taken))
-
-
-def _inner_cut(dim: Dim, cut: Cut) -> Cut | None:
-    """A slice in whole steps of a dim's leading whole factor, in units of it; else None."""
-    start, stop, step = cut
-    unit = prod(factor.size for factor in dim[1:])
-    if dim[0].axes or step != 1 or not unit or start % unit or max(start, stop) % unit:
-        return None
-    return start // unit, max(start, stop) // unit, 1
-
-
-def contiguous_ranges(layout: Layout, dim: int) -> Factor:
-    """The one split factor of a dim, or the one it takes to hold contiguous ranges, evenly cut."""
-    factor = layout.contiguous(dim)
-    if factor is not None:
-        return factor
-    size, axes = layout.shape[dim], layout.axes(dim)
-    return Factor(size, axes, even_extents(size, layout.mesh.size(axes)))
-
-
-def cut_of(index: slice, size: int) -> Cut:
-    """A slice as (start, stop, step) of a dim.
-
-    Raises:
-        ValueError: its step is not positive, as in torch.
-    """
-    if index.step is not None and index.step <= 0:
-        raise ValueError("step must be greater than zero")
-    start, stop, step = index.indices(size)
-    return start, max(start, stop), step
-
-
-def sliced(op, local: torch.Tensor, layout: Layout, wanted: tuple[Cut | None, ...]):
-    """This rank's rows of a slice: (local, its layout, whether data moved).
-
-    Comm: none, but for a slice of a merged dim, which moves to contiguous ranges first.
-    """
-    plan = slice_plan(layout, wanted)
-    local = move(local, layout, plan.source, op.__name__)
-    for dim, start, stop, step in plan.cuts:
-        if step == 1:
-            local = local.narrow(dim, start, stop - start)
-        else:
-            local = local[(slice(None),) * dim + (slice(start, stop, step),)]
-    return local, plan.layout, plan.source is not layout
-
-
-def _slice(op, input: ShardTensor, dim: int, cut: Cut) -> torch.Tensor:
-    wanted = (*(None,) * dim, cut)
-    local, out, moved = sliced(op, local_of(input), input._layout, wanted)
-    return _marked(result(local, out), moved or input._moved)
-
-
-def _marked(x: torch.Tensor, moved: bool) -> torch.Tensor:
-    if moved and isinstance(x, ShardTensor):
-        x._moved = True
-    return x
-
-
-def _dim(dim: int, layout: Layout) -> int:
-    ndim = len(layout.dims)
-    if not -ndim <= dim < ndim:
-        raise IndexError(
-            "Dimension out of range (expected to be in range of "
-            f"[{-ndim}, {ndim - 1}], but got {dim})"
-        )
-    return dim % ndim
-
-
-@register(torch.narrow, _T.narrow, uses=False)
-def narrow(op, input, dim, start, length):
-    """Every rank keeps those of its rows that are asked for. Comm: none."""
-    layout = input._layout
-    dim = _dim(dim, layout)
-    size = layout.shape[dim]
-    start = int(start)
-    if not -size <= start <= size:
-        raise IndexError(
-            f"start out of range (expected to be in range of [{-size}, {size}], but got {start})"
-        )
-    start = start + size if start < 0 else start
-    if length < 0 or start + length > size:
-        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({size}).")
-    return _slice(op, input, dim, (start, start + length, 1))
-
-
-@register(torch.select, _T.select, uses=False)
-def select(op, input, dim, index):
-    """One row; of a split dim every rank gets it. Comm: none; its owner's row to all others."""
-    dim = _dim(dim, input._layout)
-    return _taken(op, input, (slice(None),) * dim + (int(index),))
-
-
-def _pieces(op, input: ShardTensor, dim: int, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    layout = input._layout
-    if not layout.is_split(dim):
-        return tuple(
-            _marked(result(part, _resized(layout, dim, part.shape[dim])), input._moved)
-            for part in local_of(input).split(list(lengths), dim)
-        )
-    points = cuts(lengths)
-    return tuple(_slice(op, input, dim, (a, b, 1)) for a, b in pairwise(points))
 
 
 @constant
@@ -181,97 +21,12 @@ def _resized(layout: Layout, dim: int, size: int) -> Layout:
     return layout.replace({dim: (Factor(size),)})
 
 
-def _equal(size: int, length: int) -> list[int]:
-    """`length` rows each, the last one what is left."""
-    if not size:
-        return [0]
-    return [min(length, size - at) for at in range(0, size, length)]
-
-
-@register(torch.split, _T.split, uses=False)
-def split(op, tensor, split_size_or_sections=None, dim=0, *, split_size=None):
-    """Slices; of a split dim every rank keeps its rows. Comm: none."""
-    given = split_size_or_sections if split_size is None else split_size
-    dim = _dim(dim, tensor._layout)
-    size = tensor._layout.shape[dim]
-    if isinstance(given, (tuple, list)):
-        if sum(given) != size or min(given, default=0) < 0:
-            raise RuntimeError(
-                "split_with_sizes expects split_sizes to sum exactly to "
-                f"{size} (input tensor's size at dimension {dim}), but got "
-                f"split_sizes={list(given)}"
-            )
-        return _pieces(op, tensor, dim, given)
-    if given is None or given < 0 or (given == 0 and size):
-        raise RuntimeError(f"split expects split_size be non-negative, but got split_size={given}")
-    return _pieces(op, tensor, dim, _equal(size, given))
-
-
-@register(torch.split_with_sizes, _T.split_with_sizes, uses=False)
-def split_with_sizes(op, input, split_sizes, dim=0):
-    """As `split`."""
-    return split(op, input, tuple(split_sizes), dim)
-
-
-@register(torch.chunk, _T.chunk, uses=False)
-def chunk(op, input, chunks, dim=0):
-    """As `split`, into equal parts."""
-    dim = _dim(dim, input._layout)
-    size = input._layout.shape[dim]
-    if chunks <= 0:
-        raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
-    lengths = _equal(size, -(-size // chunks)) if size else [0] * chunks
-    return _pieces(op, input, dim, lengths)
-
-
-@register(torch.tensor_split, _T.tensor_split, uses=False)
-def tensor_split(op, input, indices_or_sections=None, dim=0, *, indices=None, sections=None):
-    """As `split`, at given rows or into parts that differ by at most one row."""
-    given = indices_or_sections if indices_or_sections is not None else indices or sections
-    dim = _dim(dim, input._layout)
-    size = input._layout.shape[dim]
-    if isinstance(given, int):
-        full, more = divmod(size, given)
-        return _pieces(op, input, dim, [full + (part < more) for part in range(given)])
-    if isinstance(given, torch.Tensor):
-        raise unsupported(op, "it is cut at rows given by a tensor", args=(input,))
-    if given is None:
-        raise unsupported(op, "neither rows nor a number of parts is given", args=(input,))
-    points = [slice(0, at).indices(size)[1] for at in given]
-    return tuple(
-        _slice(op, input, dim, (a, max(a, b), 1))
-        for a, b in zip((0, *points), (*points, size), strict=True)
-    )
-
-
-@register(torch.unbind, _T.unbind, uses=False)
-def unbind(op, input, dim=0):
-    """The rows of a dim that is not split. Comm: none."""
-    layout = input._layout
-    dim = _dim(dim, layout)
-    if layout.is_split(dim):
-        raise unsupported(
-            op,
-            f"every rank would get every row of dim {dim}, which is split",
-            "take slices, split another dim, or gather with full_tensor() on purpose",
-            "indexing",
-            (input,),
-        )
-    out = _without(layout, dim)
-    return tuple(_marked(result(part, out), input._moved) for part in local_of(input).unbind(dim))
-
-
-@constant
-def _without(layout: Layout, dim: int) -> Layout:
-    return Layout(layout.mesh, (*layout.dims[:dim], *layout.dims[dim + 1 :]))
-
-
 @register(torch.index_select, _T.index_select, uses=False)
 def index_select(op, input, dim, index):
     """Rows of a dim that is not split, by a plain index. Comm: none."""
     if not isinstance(input, ShardTensor) or isinstance(index, ShardTensor):
         raise unsupported(op, "the index is split", args=((input, index),))
-    dim = _dim(dim, input._layout)
+    dim = wrapped(dim, len(input._layout.dims))
     _refuse_split(op, input, dim)
     out = _resized(input._layout, dim, index.numel())
     return result(op(local_of(input), dim, index), out)
@@ -417,7 +172,7 @@ def _taken(op, input: ShardTensor, index) -> torch.Tensor:
     out = _basic(here, kept)
     if any(item != 1 for item in kept):
         local = local[parsed.items]
-    return _marked(result(local, out), moved or input._moved)
+    return marked(result(local, out), moved or input._moved)
 
 
 def _plain(parsed: Index) -> list:

@@ -11,7 +11,7 @@ import torch
 from shardfield.comm.fetch import fetch
 from shardfield.comm.move import move
 from shardfield.constant import constant
-from shardfield.layout import Dim, Factor, Layout, cuts, extents_of
+from shardfield.layout import Dim, Factor, Layout, cuts, extents_of, wrapped
 from shardfield.operands import part_of_plain
 from shardfield.plan import Exchange, Run, Segment, exchange, runs_of
 from shardfield.registry import register, unsupported, used
@@ -153,15 +153,6 @@ def _described(tensors) -> tuple:
     return tuple([t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors])
 
 
-def _axis(dim: int, ndim: int) -> int:
-    if not -ndim <= dim < ndim:
-        raise IndexError(
-            "Dimension out of range (expected to be in range of "
-            f"[{-ndim}, {ndim - 1}], but got {dim})"
-        )
-    return dim % ndim
-
-
 @register(torch.cat, torch.concat, torch.concatenate, uses=False)
 def cat(op, tensors, dim=0, *, axis=None, out=None):
     """Operands take the split of the largest; plain ones are replicated values.
@@ -177,7 +168,7 @@ def cat(op, tensors, dim=0, *, axis=None, out=None):
     present = [t for t in tensors if tuple(t.shape) != (0,)]
     if not any(isinstance(t, ShardTensor) for t in present):
         return op([t.full_tensor() if isinstance(t, ShardTensor) else t for t in tensors], dim)
-    dim = _axis(dim, present[0].dim())
+    dim = wrapped(dim, present[0].dim())
     _shapes_fit(op, present, dim)
     plan = cat_plan(dim, *_described(present))
     local = op(_blocks(op, present, plan), dim)
@@ -200,21 +191,22 @@ def stack(op, tensors, dim=0, *, out=None):
     if out is not None:
         raise unsupported(op, "out= writes into a given tensor", "assign the result", args=tensors)
     _shapes_fit(op, tensors, None)
-    dim = _axis(dim, tensors[0].dim() + 1)
+    dim = wrapped(dim, tensors[0].dim() + 1)
     plan = _stack_plan(dim, *_described(tensors))
     return result(op(_blocks(op, tensors, plan), dim), plan.layout)
 
 
 @register(torch.hstack, torch.vstack, torch.row_stack, torch.column_stack, torch.dstack, uses=False)
 def stack_along(op, tensors, *, out=None):
-    """Spelled with `cat`, as torch defines them."""
-    if out is not None or any(t.dim() < _FEWEST[op] for t in tensors):
-        raise unsupported(
-            op, "out=, or a tensor that gets new dims first", "use torch.cat", args=tensors
-        )
-    return torch.cat(tensors, _ALONG[op])
-
-
-_ALONG = {torch.hstack: 1, torch.vstack: 0, torch.row_stack: 0, torch.column_stack: 1}
-_ALONG[torch.dstack] = 2
-_FEWEST = {op: max(2, along + 1) for op, along in _ALONG.items()}
+    """As `cat`, of tensors that get new dims first. Comm: as `cat`."""
+    if out is not None:
+        raise unsupported(op, "out= writes into a given tensor", "assign the result", args=tensors)
+    name = op.__name__
+    if name in ("vstack", "row_stack"):
+        return torch.cat([torch.atleast_2d(t) for t in tensors], 0)
+    if name == "dstack":
+        return torch.cat([torch.atleast_3d(t) for t in tensors], 2)
+    if name == "column_stack":
+        return torch.cat([t.reshape(-1, 1) if t.dim() < 2 else t for t in tensors], 1)
+    rows = [torch.atleast_1d(t) for t in tensors]
+    return torch.cat(rows, 0 if rows[0].dim() == 1 else 1)

@@ -1,21 +1,22 @@
-"""`interpolate`: nearest, linear and cubic resizing by any factor or to any size."""
+"""`interpolate`: every mode, by any factor or to any size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardfield.comm.fetch import format_of
 from shardfield.constant import constant
 from shardfield.layout import Layout, cuts, extents_of
 from shardfield.plan import DimPlan, Segment, centre_cuts
-from shardfield.registry import register, unsupported
+from shardfield.ranges import in_ranges
+from shardfield.registry import register
+from shardfield.taps import Taps, taps
 from shardfield.tensor import ShardTensor
 from shardfield.windowed import WindowPlan, window_plan, windowed
 
@@ -27,6 +28,8 @@ _MODES = {
     "bilinear": (2,),
     "trilinear": (3,),
     "bicubic": (2,),
+    "bilinear antialias": (2,),
+    "bicubic antialias": (2,),
 }
 _ATEN = {
     ("nearest", 1): torch.ops.aten.upsample_nearest1d.default,
@@ -39,80 +42,9 @@ _ATEN = {
     ("bilinear", 2): torch.ops.aten.upsample_bilinear2d.default,
     ("trilinear", 3): torch.ops.aten.upsample_trilinear3d.default,
     ("bicubic", 2): torch.ops.aten.upsample_bicubic2d.default,
+    ("bilinear antialias", 2): torch.ops.aten._upsample_bilinear2d_aa.default,
+    ("bicubic antialias", 2): torch.ops.aten._upsample_bicubic2d_aa.default,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Taps:
-    """Input rows and weights of every output row of one dim.
-
-    Attributes:
-        rows: per tap, the input row of each output row.
-        weights: per tap, its weight; none where the one tap counts fully.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    weights: tuple[tuple[float, ...], ...] = ()
-
-
-@lru_cache(maxsize=512)
-def taps(
-    mode: str, size: int, out: int, align_corners: bool, scale: float | None, double: bool
-) -> Taps:
-    """Which rows torch reads for every output row, and how it weighs them.
-
-    Args:
-        scale: the scale factor, where torch uses it instead of the ratio of the sizes.
-        double: torch computes positions in float64 for float64 tensors, else in float32.
-
-    Source: ATen/native/UpSample.h and cpu/UpSampleKernel.cpp. Computed in the same precision, in
-    numpy so that plans can be made under FakeTensorMode too.
-    """
-    number = np.float64 if double else np.float32
-    at = np.arange(out).astype(number)
-    half = number(0.5)
-    if align_corners and not mode.startswith("nearest"):
-        ratio = number(size - 1) / number(out - 1) if out > 1 else number(0)
-        position = ratio * at
-    else:
-        ratio = number(1 / scale) if scale else number(size) / number(out)
-        position = ratio * at if mode == "nearest" else ratio * (at + half) - half
-    if mode.startswith("nearest"):
-        if mode == "nearest-exact":
-            position = np.maximum(position, 0) + half
-        # torch rounds with floorf, hence in float32, whatever the dtype.
-        rows = [_bounded(np.floor(position.astype(np.float32)), size)]
-        weights = []
-    elif mode == "bicubic":
-        first = np.floor(position)
-        t = position - first
-        rows = [_bounded(first + k, size) for k in (-1, 0, 1, 2)]
-        weights = [_outer(t + 1), _inner(t), _inner(1 - t), _outer(2 - t)]
-    else:
-        position = np.maximum(position, 0)
-        first = np.minimum(np.floor(position), size - 1)
-        t = np.clip(position - first, 0, 1)
-        rows = [_bounded(first, size), _bounded(first + 1, size)]
-        weights = [1 - t, t]
-    return Taps(
-        tuple(tuple(row.tolist()) for row in rows),
-        tuple(tuple(weight.tolist()) for weight in weights),
-    )
-
-
-def _bounded(rows: np.ndarray, size: int) -> np.ndarray:
-    return np.clip(rows.astype(np.int64), 0, size - 1)
-
-
-_A = -0.75  # torch's cubic coefficient
-
-
-def _inner(t: np.ndarray) -> np.ndarray:
-    return ((_A + 2) * t - (_A + 3)) * t * t + 1
-
-
-def _outer(t: np.ndarray) -> np.ndarray:
-    return ((_A * t - 5 * _A) * t + 8 * _A) * t - 4 * _A
 
 
 def resize_cuts(extents: Sequence[int], out: int) -> tuple[int, ...]:
@@ -124,7 +56,7 @@ def resize_cuts(extents: Sequence[int], out: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ResizedDim:
-    """One split dim of a resize, on this rank.
+    """One dim of a resize, on this rank.
 
     Attributes:
         local: (output rows of a local torch call, its rows to drop before and those to keep), for
@@ -145,7 +77,7 @@ class ResizePlan:
 
     Attributes:
         window: fetches and output layout.
-        dims: the fetched dims, in the order of `window.steps`.
+        dims: the dims that are fetched, or resized by taps.
         call: output sizes of the local torch call for all spatial dims; None where it has nothing
             to do.
         scales: scale factors of that call, where torch uses them.
@@ -159,7 +91,7 @@ class ResizePlan:
 
 def _on_grid(mode: str, size: int, out: int, align_corners: bool, found: Taps) -> bool:
     """Whether a block cut at whole numbers of the factor gives the same positions locally."""
-    if align_corners or (out % size and size % out):
+    if align_corners or (out % size and size % out) or mode.endswith("antialias"):
         return False
     if not mode.startswith("nearest"):
         return True
@@ -208,7 +140,7 @@ def resize_dim(
 
 
 @constant
-def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antialias, double):
+def _resize_plan(layout: Layout, mode, sizes, scales, align_corners, double):
     rank_dims = len(layout.dims) - 2
     if rank_dims not in _MODES.get(mode, ()):
         raise NotImplementedError(
@@ -221,25 +153,21 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
         dim = i + 2
         size = layout.shape[dim]
         axes, extents = layout.axes(dim), layout.extents(dim)
-        if axes and extents is None:
-            raise unsupported(op, f"dim {dim} is not held in contiguous ranges", args=(layout,))
         if size < 1 or out < 1:
             raise RuntimeError(
                 f"interpolate of {layout.shape} to {tuple(sizes)}: sizes must be > 0"
             )
         scale = None if align_corners and not mode.startswith("nearest") else scales[i]
-        if extents is None:
-            call.append(out)
-            given.append(scale)
-            plans[dim] = DimPlan(out, (), ())
-            continue
-        if antialias and mesh.size(axes) > 1:
-            rule = f"antialias=True filters across the ranks that share dim {dim}"
-            raise unsupported(op, rule, args=(layout,))
-        plans[dim], calls = resize_dim(extents, out, mode, align_corners, scale, double)
+        plans[dim], calls = DimPlan(out, (), ()), ()
+        if extents is not None:
+            plans[dim], calls = resize_dim(extents, out, mode, align_corners, scale, double)
         if mesh.size(axes) == 1:
             call.append(out)
             given.append(scale)
+            if mode.endswith("antialias"):
+                # On a block of one column torch's own antialiasing goes wrong.
+                found = taps(mode, size, out, align_corners, scale, double)
+                local[dim] = _by_taps_of(dim, found, 0, out, 0)
             continue
         rank = mesh.rank(axes)
         segments, local_call = plans[dim].wanted[rank], calls[rank]
@@ -253,23 +181,23 @@ def _resize_plan(op, layout: Layout, mode, sizes, scales, align_corners, antiali
             found = taps(mode, size, out, align_corners, scale, double)
             a = sum(plans[dim].extents[:rank])
             b = a + plans[dim].extents[rank]
-            base = segments[0].start or 0
-            local[dim] = ResizedDim(
-                dim,
-                None,
-                tuple(tuple(row - base for row in tap[a:b]) for tap in found.rows),
-                tuple(weight[a:b] for weight in found.weights),
-            )
+            local[dim] = _by_taps_of(dim, found, a, b, segments[0].start or 0)
             call.append(b - a)
         given.append(None)
     window = window_plan(layout, plans)
-    dims = tuple(local[step.dim] for step in window.steps)
+    dims = tuple(local.values())
     by_taps = {d.dim for d in dims if d.local is None}
     idle = all(
         i + 2 in by_taps or (i + 2 not in local and layout.shape[i + 2] == out)
         for i, out in enumerate(sizes)
     )
     return ResizePlan(window, dims, None if idle else tuple(call), tuple(given))
+
+
+def _by_taps_of(dim: int, found: Taps, start: int, stop: int, base: int) -> ResizedDim:
+    """Output rows [start, stop) of a block whose first row is the global row `base`."""
+    rows = tuple(tuple(row - base for row in tap[start:stop]) for tap in found.rows)
+    return ResizedDim(dim, None, rows, tuple(weight[start:stop] for weight in found.weights))
 
 
 def _sizes(input, size, scale_factor, recompute) -> tuple[tuple[int, ...], tuple]:
@@ -314,17 +242,24 @@ def interpolate(
             "align_corners option can only be set with the interpolating modes: "
             "linear | bilinear | bicubic | trilinear"
         )
+    if antialias and (mode not in ("bilinear", "bicubic") or input.dim() != 4):
+        raise ValueError(
+            "Anti-alias option is restricted to bilinear and bicubic modes and requires a 4-D "
+            "tensor as input"
+        )
     corners = bool(align_corners)
     double = input.dtype == torch.float64
-    plan = _resize_plan(op, input.layout, mode, sizes, scales, corners, bool(antialias), double)
+    kind = f"{mode} antialias" if antialias else mode
+    input = in_ranges(input, *range(2, 2 + len(sizes)))
+    plan = _resize_plan(input.layout, kind, sizes, scales, corners, double)
     if not plan.window.steps:
         given = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
         return windowed(input, plan.window, lambda block: op(block, *given))
     middle = () if mode.startswith("nearest") else (corners,)
-    aten = _ATEN[mode, len(sizes)]
+    aten = _ATEN[kind, len(sizes)]
 
     def act(block):
-        dtype = block.dtype
+        dtype, memory_format = block.dtype, format_of(block)
         for part in plan.dims:
             if part.local is None:
                 block = _by_taps(block, part)
@@ -334,7 +269,7 @@ def interpolate(
         for part in plan.dims:
             if part.local is not None and part.local[1:] != (0, block.shape[part.dim]):
                 block = block.narrow(part.dim, part.local[1], part.local[2])
-        return block.contiguous()
+        return block.contiguous(memory_format=memory_format)
 
     return windowed(input, plan.window, act)
 

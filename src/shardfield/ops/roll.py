@@ -10,9 +10,9 @@ import torch
 
 from shardfield.comm.fetch import fetch
 from shardfield.constant import constant
-from shardfield.layout import Layout
+from shardfield.layout import Layout, wrapped
 from shardfield.plan import Exchange, Run, Segment, exchange, runs_of
-from shardfield.registry import register, unsupported
+from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, result
 
 _T = torch.Tensor
@@ -71,26 +71,16 @@ def _all(value) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _front(dims: Sequence[int], ndim: int) -> list[int]:
-    for dim in dims:
-        if not -ndim <= dim < ndim:
-            raise IndexError(
-                "Dimension out of range (expected to be in range of "
-                f"[{-ndim}, {ndim - 1}], but got {dim})"
-            )
-    return [dim % ndim for dim in dims]
-
-
 @constant
 def roll_plan(layout: Layout, shifts: tuple[int, ...], dims: tuple[int, ...]) -> ShiftPlan:
     """The plan of `torch.roll`; several shifts of one dim follow each other."""
-    return _plan(layout, _front(dims, len(layout.dims)), shifts)
+    return _plan(layout, [wrapped(dim, len(layout.dims)) for dim in dims], shifts)
 
 
 @constant
 def flip_plan(layout: Layout, dims: tuple[int, ...]) -> ShiftPlan:
     """The plan of `torch.flip`."""
-    front = _front(dims, len(layout.dims))
+    front = [wrapped(dim, len(layout.dims)) for dim in dims]
     if len(set(front)) < len(front):
         raise RuntimeError(f"dims {dims} appear more than once in the list of dims")
     return _plan(layout, front, (None,) * len(front))
@@ -108,9 +98,7 @@ def roll(op, input, shifts, dims=()):
     """Layout: unchanged. Comm: one fetch per split dim, of the rows that change owner."""
     shifts, dims = _all(shifts), _all(dims)
     if not dims:
-        if len(input._layout.dims) != 1 or len(shifts) != 1:
-            raise unsupported(op, "a roll without dims flattens", "pass dims=", args=(input,))
-        dims = (0,)
+        return input.reshape(-1).roll(shifts, 0).reshape(input._layout.shape)
     if len(shifts) != len(dims):
         raise RuntimeError(
             f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}"
@@ -135,3 +123,21 @@ def flip(op, input, *dims, **named):
     if plan.dims or not plan.steps:
         local = torch.flip(local, plan.dims)
     return result(local, input._layout)
+
+
+@constant
+def _quarter_turns(layout: Layout, k: int, dims: tuple[int, ...]) -> int:
+    torch.rot90(torch.empty(layout.shape, device="meta"), k, dims)  # raises where torch raises
+    return k % 4
+
+
+@register(torch.rot90, _T.rot90, uses=False)
+def rot90(op, input, k=1, dims=(0, 1)):
+    """Layout: an odd number of turns swaps the splits of the two dims. Comm: that of the flips."""
+    turns = _quarter_turns(input._layout, k, tuple(dims))
+    first, second = dims
+    if turns == 0:
+        return input.clone()
+    if turns == 2:
+        return input.flip((first, second))
+    return input.flip((second if turns == 1 else first,)).transpose(first, second)
