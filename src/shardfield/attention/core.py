@@ -199,7 +199,7 @@ def _backward(grad, q, k, v, mask, out, lse, plan: Attend, key, operation, wants
             dq[:, :, rows] += pq
             gk.narrow(2, piece.k, piece.k_rows).add_(_ungrouped(pk, keys))
             gv.narrow(2, piece.k, piece.k_rows).add_(_ungrouped(pv, values))
-            if dmask is not None:
+            if dmask is not None and pb is not None:
                 _add_bias(dmask, pb, plan, step, piece)
         if wants_keys:
             sent = _return(gk, gv, k, v, plan, step, dk, dv, operation)

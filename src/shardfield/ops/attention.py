@@ -230,8 +230,9 @@ def attention_plan(
         inner, outer = shared[-1:], shared[:-1]
         at = mesh.rank(inner)
         count = mesh.size(inner)
-        lengths = tuple(n[place - at : place - at + count] for n in _lengths(sizes))
-        heads = OverHeads(*split_heads(sizes, count), *lengths, at, mesh.group(inner))
+        own = slice(place - at, place - at + count)
+        q_rows, k_rows = (n[own] for n in _lengths(sizes))
+        heads = OverHeads(*split_heads(sizes, count), q_rows, k_rows, at, mesh.group(inner))
         sizes = after_heads(sizes, at)
         place, group = mesh.rank(outer), mesh.group(outer)
         rows = sizes.queries[place]
@@ -408,7 +409,9 @@ def scaled_dot_product_attention(
         _entering(x, layout, plan.axes)
         for x, layout in ((query, plan.q), (key, plan.k), (value, plan.v))
     )
-    mask = None if attn_mask is None else _entering(attn_mask, plan.mask, plan.axes)
+    mask = None
+    if attn_mask is not None and plan.mask is not None:
+        mask = _entering(attn_mask, plan.mask, plan.axes)
     return result(_act(op, q, k, v, mask, plan), plan.out)
 
 
