@@ -336,6 +336,9 @@ def test_detach_no_grad_and_inference_mode(rank):
         expected = F.conv1d(whole(5, 3).T[None], torch.ones(1, 3, 3, dtype=x.dtype), padding=1)
         assert torch.allclose(full(inference), expected, rtol=1e-12)
         expected = full(inference)
+        assert torch.as_tensor(inference) is inference
+        with pytest.raises(shardfield.UnsupportedOperation, match="_to_copy"):
+            torch.as_tensor(inference, dtype=torch.float32)
     assert torch.equal(full(inference + 1), expected + 1)
 
 

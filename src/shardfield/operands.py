@@ -13,7 +13,7 @@ import torch
 from shardfield.comm.move import move
 from shardfield.constant import constant
 from shardfield.errors import LayoutError
-from shardfield.layout import Factor, Layout
+from shardfield.layout import Factor, Layout, largest_share
 from shardfield.plan import Run, runs_of
 from shardfield.registry import current_operation, unsupported, used
 from shardfield.tensor import ShardTensor, local_of
@@ -112,6 +112,8 @@ def blocks(op, args: Sequence, kwargs: dict, writes: bool = False) -> tuple[list
 def broadcast_layouts(op, writes: bool, *operands) -> tuple[Layout, tuple[Layout, ...]]:
     """The layout of a broadcast result, and the layout every operand takes for it.
 
+    That of the operand with most elements; among equals, the most balanced, then the first.
+
     Args:
         writes: the result is written into the first operand, whose layout then stands.
         operands: a Layout for a sharded operand, the shape of a plain, replicated one.
@@ -145,7 +147,9 @@ def broadcast_layouts(op, writes: bool, *operands) -> tuple[Layout, tuple[Layout
         ) from error
     dims: list = [None] * len(shape)
     taken: set[str] = set()
-    order = sorted(range(len(layouts)), key=lambda i: -prod(layouts[i].shape))
+    order = sorted(
+        range(len(layouts)), key=lambda i: (-prod(layouts[i].shape), largest_share(layouts[i]))
+    )
     if writes:
         order = [0, *(i for i in order if i != 0)]
     for i in order:

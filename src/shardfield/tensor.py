@@ -323,6 +323,12 @@ class EagerShardTensor(ShardTensor):
             # formulas of local operations act on local cotangents.
             args, kwargs = tree_map_only(ShardTensor, local_of, (args, kwargs or {}))
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # Composites come whole here, elsewhere in parts (none for `torch.as_tensor(x)`).
+            with DisableTorchFunction():
+                found = func.decompose(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
         raise UnsupportedOperation(
             f"{func} reached a local shard without passing a shardfield handler",
             "code that bypasses torch's Python functions would compute a local result",

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardfield.tools.bench.packages import diffusion_unet, segresnet
+
+COMMUNICATION = "communication alone"
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -16,12 +20,20 @@ class Workload:
         build: Makes the network; seeded alike, every call makes the same one.
         input_shape: Global shape of the input, batch and channels first.
         target_shape: Global shape of the output.
+        by_hand: Whether there is a hand-written rival. Without one, the bound is an equal share
+            of one process's time and the communication.
     """
 
     name: str
     build: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
+    by_hand: bool = True
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The contestants."""
+        return ("shardfield", "by hand" if self.by_hand else COMMUNICATION, "one process")
 
     def network(self) -> nn.Module:
         """The network with the same weights at every call and on every rank."""
@@ -94,8 +106,12 @@ def workloads(scale: int = 1) -> list[Workload]:
     """The timed workloads; `scale` divides every spatial extent (for quick looks and tests)."""
     wide, cube, square = 512 // scale, 64 // scale, 256 // scale
     conv_shape, cube_shape = (1, 32, wide, wide), (1, 16, cube, cube, cube)
+    image = (1, 3, 384 // scale, 384 // scale)
+    volume = (128 // scale, 64 // scale, 64 // scale)
     return [
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
         Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
         Workload("U-Net", lambda: UNet(32), (1, 32, square, square), (1, 1, square, square)),
+        Workload("SegResNet", segresnet, (1, 1, *volume), (1, 2, *volume), by_hand=False),
+        Workload("UNet2DModel", diffusion_unet, image, image, by_hand=False),
     ]
