@@ -54,6 +54,19 @@ def splits(draw: st.DrawFn, size: int, ranks: int) -> Extents:
 
 
 @st.composite
+def placed(
+    draw: st.DrawFn, shape: tuple[int, ...], mesh: dict[str, int]
+) -> dict[str, tuple[int, Extents]]:
+    """For some axes of a mesh the dim that each splits, no two the same, and its extents."""
+    dims = draw(st.permutations([*range(len(shape)), *[None] * len(mesh)]))
+    return {
+        axis: (dim, draw(splits(shape[dim], ranks)))
+        for (axis, ranks), dim in zip(mesh.items(), dims, strict=False)
+        if dim is not None
+    }
+
+
+@st.composite
 def sized_splits(
     draw: st.DrawFn, ranks: st.SearchStrategy[int] | None = None, max_size: int = 24
 ) -> Extents:

@@ -256,6 +256,18 @@ def _layouts(rank: Rank) -> tuple[int, int]:
     return len(set(first)), run((4, 5)) - first[0]
 
 
+def test_handlers_that_call_other_operations():
+    def composed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = sum(row**2 for row in x.unbind(1))
+        largest = torch.linalg.vector_norm(x, float("inf"))
+        joined = torch.cat((x, 2 * x), 1).sum()  # a tuple, not a list
+        parts = sum(part for part in x.movedim(1, 0))
+        return x.norm(), largest, abs(x) / len(x), parts, rows, joined
+
+    given = {"sizes": [(9, 0)], "dtype": torch.float64, "compiled": "aot_eager"}
+    parity(composed, [torch.randn(SHAPE)], [2], ranks=(2,), **given)
+
+
 def test_equal_layouts_share_a_graph_and_other_layouts_get_their_own():
     assert rank_pool(2).run(_layouts) == [(1, 1)] * 2
 

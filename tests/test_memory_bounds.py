@@ -6,14 +6,15 @@ from torch.distributed.tensor import Shard
 
 import shardfield as sf
 from shardfield.testing import Rank, rank_pool
-from shardfield.tools.bench.keeping import MODES, Keeping, measure, models
+from shardfield.tools.bench.keeping import Keeping, Model, measure, models
 from shardfield.tools.memory import kept_bytes
 
 SMALL = {model.name: model for model in models(scale=4, layers=3)}
+LARGER = {model.name: model for model in models(scale=2)}
 
 
-def _measure(rank: Rank, name: str, mode: str) -> Keeping:
-    return measure(SMALL[name], mode, sf.init_mesh())
+def _measure(rank: Rank, name: str, mode: str, models: dict[str, Model] = SMALL) -> Keeping:
+    return measure(models[name], mode, sf.init_mesh())
 
 
 # Less than this would mean that something else than the same was measured. Compiled code recomputes
@@ -21,12 +22,19 @@ def _measure(rank: Rank, name: str, mode: str) -> Keeping:
 LEAST = {"eager": 0.45, "save_on_cpu": 0.45, "checkpointed": 0.4, "compiled": 0.25}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "mode"), [(model.name, mode) for model in SMALL.values() for mode in model.modes]
+)
 def test_a_rank_of_two_keeps_half_and_its_halos(name: str, mode: str) -> None:
     for row in rank_pool(2).run(_measure, name, mode):
         assert row.slabs > 0
         assert LEAST[mode] * row.one <= row.kept <= row.bound
+
+
+@pytest.mark.parametrize("name", ["MONAI SegResNet", "diffusers UNet2DModel"])
+def test_networks_of_other_packages_keep_half(name: str) -> None:
+    for row in rank_pool(2).run(_measure, name, "eager", LARGER):
+        assert row.kept <= 0.53 * row.one
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

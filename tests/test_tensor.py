@@ -336,6 +336,9 @@ def test_detach_no_grad_and_inference_mode(rank):
         expected = F.conv1d(whole(5, 3).T[None], torch.ones(1, 3, 3, dtype=x.dtype), padding=1)
         assert torch.allclose(full(inference), expected, rtol=1e-12)
         expected = full(inference)
+        assert torch.as_tensor(inference) is inference
+        with pytest.raises(shardfield.UnsupportedOperation, match="_to_copy"):
+            torch.as_tensor(inference, dtype=torch.float32)
     assert torch.equal(full(inference + 1), expected + 1)
 
 
@@ -410,7 +413,6 @@ def test_norm_of_a_large_or_zero_tensor_and_on_two_axes():
     parity(lambda x: x.norm(dim=0), [x], [0], dtype=torch.float64, ranks=(2,))
     parity(lambda x: x.norm(), [torch.zeros(4, 2)], [0], dtype=torch.float64, ranks=(2,))
     refused(lambda x: x.norm("nuc"), [x], [0], match="matrix norm")
-    refused(lambda x: torch.linalg.vector_norm(x, -1), [x], [0], match="negative order")
 
 
 @on_two_ranks
@@ -466,7 +468,7 @@ def test_writes_that_cannot_hold_are_refused(rank):
         lambda: plain.mul_(x),
         lambda: plain.__setitem__((slice(None), slice(0, 2)), x[:, :2]),
         lambda: torch.add(x, x, out=plain),
-        lambda: torch.add(x, x, out=x),
+        lambda: torch.add(x, x, out=x[:1]),
         lambda: torch.sum(x, 0, out=plain[0]),
         lambda: setattr(x, "data", plain),
         lambda: x[0, :2].add_(x),

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardfield import comm, ops
+from shardfield import comm, nn, ops
 from shardfield.distribute import (
     arange,
     distribute_tensor,
@@ -42,6 +42,7 @@ __all__ = [
     "init_mesh",
     "linspace",
     "local_slices",
+    "nn",
     "ones",
     "ops",
     "parallelize",

@@ -329,7 +329,7 @@ def from_local(
                 "check what each rank read, or split the dim that differs",
                 "layout",
             )
-    return result(local, layout)
+    return result(local, layout) if local.requires_grad else _finished(local, layout, False)
 
 
 ShardTensor.from_local = staticmethod(from_local)  # type: ignore[attr-defined]

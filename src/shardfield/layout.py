@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, count
 from math import prod
 
@@ -236,6 +237,16 @@ def _intern(mesh: MeshAxes, dims: tuple[Dim, ...]) -> Layout:
     layout.key = next(_keys)
     _interned[(mesh, dims)] = _by_key[layout.key] = layout
     return layout
+
+
+def largest_share(layout: Layout) -> Fraction:
+    """The part of the tensor that the rank with most of it holds."""
+    share = Fraction(1)
+    for dim in layout.dims:
+        for factor in dim:
+            if factor.axes and factor.size:
+                share *= Fraction(max(factor.extents), factor.size)
+    return share
 
 
 def replica_axes(mesh: MeshAxes) -> tuple[str, ...]:

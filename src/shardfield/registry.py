@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardfield.axes import TENSOR
-from shardfield.comm._torch import dispatch_within_handlers, let_dynamo_dispatch
+from shardfield.comm._torch import let_dynamo_dispatch, let_dynamo_dispatch_more
 from shardfield.comm.reduce import scale_gradient, use
+from shardfield.composite import body_of, is_composite
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
@@ -39,7 +40,7 @@ _state = _State()
 
 
 def current_operation() -> str | None:
-    """Name of the torch function a ShardTensor is in, for messages; None outside, and traced."""
+    """Name of the torch function the user called, for messages; None outside, and traced."""
     if _compiling() or _state.function is None:
         return None
     return getattr(_state.function, "__name__", None)
@@ -83,7 +84,9 @@ def _dispatch_apply(function: type[torch.autograd.Function]) -> None:
     def apply(*args, **kwargs):
         if not _shard_tensors(args) and not _shard_tensors(kwargs):
             return original(*args, **kwargs)
-        outer, _state.function = _state.function, function
+        outer = _state.function
+        if outer is None:
+            _state.function = function
         try:
             return _handlers[function](original, *args, **kwargs)
         finally:
@@ -100,11 +103,15 @@ def fallback(find: Callable[[Any], Handler | None]) -> Callable[[Any], Handler |
 
 def _enter(function: Any, handler: Handler) -> None:
     _handlers[function] = handler
-    name = getattr(function, "__name__", "")
-    written_in_python = isinstance(function, FunctionType)
-    if not written_in_python or getattr(torch.Tensor, name, None) is not function:
+    if not isinstance(function, FunctionType):
         return
-    _python_methods[name] = handler
+    for name in [name for name, found in vars(torch.Tensor).items() if found is function]:
+        _enter_method(name, function, handler)
+
+
+def _enter_method(name: str, function: FunctionType, handler: Handler) -> None:
+    """Registers a method of torch.Tensor that is written in Python."""
+    _python_methods[function.__name__] = handler
     if name in ShardTensor.__dict__:
         return
 
@@ -123,25 +130,31 @@ def resolve_all(functions: Iterable[Any]) -> None:
     """Looks up handlers ahead of time, so that code being traced only reads the table."""
     for function in functions:
         if function not in _handlers:
-            for find in _fallbacks:
-                found = find(function)
-                if found is not None:
-                    _enter(function, found)
-                    break
+            found = _find(function)
+            if found is not None:
+                _enter(function, found)
 
 
 def handler_of(function: Any) -> Handler:
     """The handler of a torch function; one that refuses if there is none."""
     found = _handlers.get(function)
     if found is None:
-        for find in _fallbacks:
-            found = find(function)
-            if found is not None:
-                break
-        else:
-            found = _refuse
-        _handlers[function] = found
+        found = _handlers[function] = _find(function) or _refuse
     return found
+
+
+def _find(function: Any) -> Handler | None:
+    """The handler that a fallback gives; failing that, torch's own source."""
+    for find in _fallbacks:
+        found = find(function)
+        if found is not None:
+            return found
+    return _composed(function) if is_composite(function) else None
+
+
+def _composed(function: FunctionType) -> Handler:
+    body = body_of(function)
+    return lambda op, *args, **kwargs: body(*args, **kwargs)
 
 
 def _refuse(op, *args, **kwargs):
@@ -162,8 +175,10 @@ def unsupported(op: Any, rule: str, fix: str = "", docs: str = "operations", arg
 
 def _unsupported(op, rule, fix, docs, *asked) -> UnsupportedOperation:
     layouts = "; ".join(f"ShardTensor {layout}" for layout in asked)
+    inside = "" if _state.function in (None, op) else f", inside {name_of(_state.function)},"
     fix = fix or "x.redistribute(...) or x.full_tensor() first, or `with allow_gather():`"
-    return UnsupportedOperation(f"{name_of(op)} on {layouts or 'a ShardTensor'}", rule, fix, docs)
+    asked_for = f"{name_of(op)}{inside} on {layouts or 'a ShardTensor'}"
+    return UnsupportedOperation(asked_for, rule, fix, docs)
 
 
 @constant
@@ -190,7 +205,9 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
             return _python_methods[func.__name__](func, *args, **kwargs)
         return _handlers.get(func, _refuse)(func, *args, **kwargs)
     handler = _handlers.get(func) or handler_of(func)
-    outer, _state.function = _state.function, func
+    outer = _state.function
+    if outer is None:
+        _state.function = func
     try:
         return handler(func, *args, **kwargs)
     except UnsupportedOperation:
@@ -204,7 +221,7 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
 # Set on both: torch disables it on a class that defines __torch_dispatch__ and not this one.
 for _kind in (ShardTensor, EagerShardTensor):
     _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
-dispatch_within_handlers(ShardTensor)
+let_dynamo_dispatch_more(ShardTensor)
 
 
 def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Tensor:

@@ -323,6 +323,12 @@ class EagerShardTensor(ShardTensor):
             # formulas of local operations act on local cotangents.
             args, kwargs = tree_map_only(ShardTensor, local_of, (args, kwargs or {}))
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # Composites come whole here, elsewhere in parts (none for `torch.as_tensor(x)`).
+            with DisableTorchFunction():
+                found = func.decompose(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
         raise UnsupportedOperation(
             f"{func} reached a local shard without passing a shardfield handler",
             "code that bypasses torch's Python functions would compute a local result",
@@ -361,6 +367,10 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
 
 def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTensor:
     """A ShardTensor that holds its plain tensor whatever the grad mode."""
+    if local._is_view() and not local.requires_grad:
+        # Of a view, the retyped object would be a second view of the same base, which autograd in
+        # C++ (reentrant checkpointing, FSDP2) does not find connected to the first.
+        local = local.data
     with torch.enable_grad():
         x = wrap(local, layout)
     return x.requires_grad_() if requires_grad else x

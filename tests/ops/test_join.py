@@ -94,3 +94,20 @@ def test_skips_and_class_tokens_move_nothing():
         assert extents == (10, 6)
     # Rank 0 holds rows 0-4 and 8-12 and is to hold 0-9: it gets 5-7 and gives 10-12.
     assert [sent for _, _, sent, _ in answers] == [3 * 6 * 4, 3 * 6 * 4]
+
+
+def _meeting(rank) -> list[tuple[int, ...]]:
+    mesh = rank.mesh(domain=2)
+
+    def rows(*sizes):
+        x = torch.ones(1, 2 * sizes[0], 6)
+        return sf.distribute_tensor(x, mesh, [Shard(2)], None, sizes)
+
+    skip, up, wide = rows(3, 3), rows(4, 2), rows(5, 1)
+    found = [torch.cat([up, skip, wide], 1), wide[:, :6] + skip, skip + wide[:, :6], up + up * 2]
+    return [y.layout.extents(2) for y in [*found, up.add_(wide[:, :8])]]
+
+
+def test_operands_of_different_splits_meet_at_the_most_balanced() -> None:
+    for extents in rank_pool(2).run(_meeting):
+        assert extents == [(3, 3), (3, 3), (3, 3), (4, 2), (4, 2)]

@@ -1,4 +1,4 @@
-"""Matrix products with a contraction that is not split; PReLU."""
+"""Matrix products, every dim of every operand split; PReLU."""
 
 from __future__ import annotations
 
@@ -130,13 +130,147 @@ def test_double_backward():
     parity(squares, operands, [1, None], (1, 2), double=True, dtype=torch.float64)
 
 
-def test_split_contraction_is_refused():
-    linear = nn.Linear(4, 5)
-    assert "contracted dim is split" in refused(linear, [X], [3])
-    assert "contracted dim is split" in refused(torch.matmul, [X, randn(4, 5)], [3, None])
-    assert "contracted dim is split" in refused(torch.matmul, [X, randn(4, 5)], [None, 0])
-    text = refused(torch.matmul, [randn(9, 4), randn(4, 8)], [0, 1])
-    assert "diagonal block" in text and "redistribute" in text
+@pytest.mark.parametrize("splits", [(3, None), (None, 2), (3, 2), (2, 3), (3, 3), (2, 2)], ids=str)
+def test_split_contractions_and_conflicts(splits):
+    a, b = randn(2, 3, 8, 9), randn(2, 3, 9, 7)
+    parity(torch.matmul, [a, b], splits, double=True, **ONCE)
+
+
+@pytest.mark.parametrize("weight_split", [None, 0, 1])
+def test_linear_of_split_features(weight_split):
+    x, weight, bias = randn(2, 6, 9), randn(7, 9), randn(7)
+    parity(F.linear, [x, weight, bias], [2, weight_split, None], **ONCE)
+    grid = [{1: "h", 2: "w"}, None, None]
+    parity(F.linear, [x, weight, bias], grid, (4,), output="sharded", dtype=torch.float64)
+
+
+def test_every_product_of_split_contractions():
+    def products(c, a, b, d, e, f, v):
+        sums = torch.addmm(c, a, b, beta=0.5, alpha=2), torch.addmv(c[:, 0], a, v)
+        batches = torch.baddbmm(d, e, f, beta=0.5), torch.addbmm(c, e, f), e @ v
+        other = (
+            torch.addr(c, a[:, 0], b[0]),
+            torch.mv(a, v),
+            a.mm(b),
+            torch.linalg.multi_dot([a, b]),
+        )
+        return *sums, *batches, *other
+
+    matrices = [randn(8, 6), randn(8, 9), randn(9, 6), randn(3, 8, 6), randn(3, 8, 9)]
+    rest = [randn(3, 9, 6), randn(9)]
+    once = {"dtype": torch.float64, "sizes": [(5, 4), (9, 0, 0)]}
+    parity(products, [*matrices, *rest], [None, 1, 0, None, 2, 1, 0], (2, 3), **once)
+    parity(products, [*matrices, *rest], [0, 0, 1, 0, 0, None, None], (2,), dtype=torch.float64)
+
+
+def test_operands_by_name_and_what_is_refused():
+    def named(c, a, b):
+        return torch.addmm(c, mat2=b, mat1=a), torch.mm(a, mat2=b), torch.mv(a, vec=b[:, 0])
+
+    matrices = [randn(8, 6), randn(8, 9), randn(9, 6)]
+    parity(named, matrices, [None, 1, None], (2,), dtype=torch.float64)
+    refused(lambda a, b: torch.mm(a, b, out=a.new_zeros(8, 6)), matrices[1:], [0, None])
+    refused(lambda a, b: torch.mm(a, b, out_dtype=torch.float32), matrices[1:], [0, None])
+
+
+def test_a_summand_times_zero_is_not_added():
+    nothing = torch.full((8, 6), float("nan"))
+
+    def product(a, b):
+        return torch.addmm(nothing.to(a.dtype), a, b, beta=0)
+
+    parity(product, [randn(8, 9), randn(9, 6)], [1, 0], **ONCE)
+
+
+def scores(q, k, v, mask):
+    """Attention spelled out."""
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.5 + mask, -1) @ v
+
+
+def by_baddbmm(q, k, v, mask):
+    batch, heads, rows, keys = (*q.shape[:3], k.shape[2])
+    bias = mask.expand(batch, heads, rows, keys).reshape(-1, rows, keys)
+    keys_t = k.flatten(0, 1).transpose(1, 2)
+    weights = torch.baddbmm(bias, q.flatten(0, 1), keys_t, alpha=0.5).softmax(-1)
+    return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, (batch, heads))
+
+
+def by_einsum(q, k, v, mask):
+    weights = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.5 + mask, -1)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+@pytest.mark.parametrize("attention", [scores, by_baddbmm, by_einsum])
+def test_case_23_attention_by_hand_sees_every_key(attention):
+    """Also CASES 26 (the mask is a plain tensor of which each rank uses its rows) and 27."""
+    q, k, v = randn(2, 1, 9, 4), randn(2, 1, 9, 4), randn(2, 1, 9, 5)
+    mask = randn(9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    once = {"dtype": torch.float64, "sizes": [(5, 4), (0, 9), (2, 0, 7)]}
+    parity(attention, [q, k, v, mask], [2, 2, 2, None], (2, 3), output="sharded", **once)
+
+
+def test_few_queries_move_and_many_keys_stay():
+    """Then probabilities are split over the keys, as the softmax takes them, and so are values."""
+
+    def attention(q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    q, k, v = randn(2, 3, 4), randn(2, 12, 4), randn(2, 12, 5)
+    sizes = [(8, 4), (0, 12), (4, 0, 8)]
+    parity(attention, [q, k, v], [1, 1, 1], (2, 3), sizes=sizes, dtype=torch.float64)
+
+
+def test_attention_over_a_grid_in_another_layout_of_heads():
+    """(B, S, H, D) with rows over h x w, as an image flattened; S = 10 over 4 (CASES 23)."""
+
+    def attention(x, weight):
+        q, k, v = F.linear(x.flatten(1, 2), weight).unflatten(-1, (3, 2, 4)).unbind(2)
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
+
+    inputs = [randn(2, 5, 2, 6), randn(24, 6)]
+    parity(attention, inputs, [{1: "h", 2: "w"}, None], (4,), dtype=torch.float64)
+    parity(attention, inputs, [1, None], (2, 4), dtype=torch.float64)
+
+
+def test_case_25_large_logits_stay_finite():
+    q, k = 1e2 * randn(2, 8, 4), 1e2 * randn(2, 8, 4)
+    v = randn(2, 8, 4) * torch.tensor([1.0, 0.0, 1.0, 1.0])
+    parity(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [q, k, v], [1, 1, 1], (2,))
+
+
+class Products(nn.Module):
+    """What compiled code has to get right: gathers, sums, diagonals, empty shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.across = nn.Linear(4, 6), nn.Linear(20, 4)
+
+    def forward(self, q, k, v):
+        attended = torch.softmax(q @ k.transpose(-2, -1) * 0.5, -1) @ v
+        weights = torch.baddbmm(
+            torch.ones(1, 1, 1, dtype=q.dtype),
+            q.flatten(0, 1),
+            k.flatten(0, 1).transpose(1, 2),
+            beta=0.5,
+        )
+        diagonal = torch.einsum("bqq->bq", weights)
+        rest = torch.tensordot(q, k, ([0, 2], [0, 2])), torch.cdist(q, k)
+        return self.enter(attended), diagonal, self.across(q.transpose(2, 3)), *rest
+
+
+def test_compiled_products_equal_eager_ones():
+    x = [randn(2, 2, 20, 4) for _ in "qkv"]
+    once = {"dtype": torch.float64, "compiled": True, "sizes": [(12, 8)]}
+    parity(Products(), x, [2, 2, 2], (2,), **once)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("sizes", [(0, 20), (7, 0, 13)])
+def test_compiled_products_on_empty_shards(sizes):
+    x = [randn(2, 2, 20, 4) for _ in "qkv"]
+    once = {"dtype": torch.float64, "compiled": True, "sizes": [sizes]}
+    parity(Products(), x, [2, 2, 2], (len(sizes),), **once)
 
 
 def test_local_sizes_are_refused():

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 import shardfield as sf
 from shardfield.axes import MeshAxes
 from shardfield.errors import UnsupportedOperation
+from shardfield.keyed import Bits
 from shardfield.layout import Factor, Layout
-from shardfield.ops.random import Bits
 from shardfield.parallel.compile import compile
 from shardfield.testing import rank_pool
 
@@ -48,8 +48,32 @@ DRAWS = {
     "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
     "bernoulli_ by tensor": lambda x: x.clone().bernoulli_(torch.full(SHAPE, 0.3)),
     "normal_": lambda x: x.clone().normal_(2, 3),
+    "normal": lambda x: torch.normal(x, torch.ones(5)),
+    "other fills": lambda x: (
+        x.clone().exponential_(2).log()
+        + x.clone().log_normal_()
+        + x.clone().cauchy_().atan()
+        + x.clone().geometric_(0.3)
+        + x.clone().random_(7)
+    ),
+    "rrelu": lambda x: F.rrelu(x - 2, training=True) + F.rrelu(x.clone(), 0.1, 0.9, True, True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x.double(), dim=0).mul(1e9).round(),
+    "stochastic depth": lambda x: stochastic_depth(x, 0.4) + stochastic_depth(x, 0.4, "batch"),
+    "timm's drop_path": lambda x: drop_path(x, 0.4),
     "uniform_": lambda x: x.clone().uniform_(-1, 1),
 }
+
+
+def stochastic_depth(x, p, mode="row"):
+    """As torchvision has it: one draw for every sample, or one for all."""
+    noise = torch.empty([x.shape[0] if mode == "row" else 1] + [1] * (x.ndim - 1))
+    return x * noise.bernoulli_(1 - p).div_(1 - p)
+
+
+def drop_path(x, p):
+    """As timm has it."""
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    return x * x.new_empty(shape).bernoulli_(1 - p).div_(1 - p) + torch.rand(shape)
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -166,6 +190,25 @@ def _edges(rank):
     assert sf.randn(3, mesh=mesh, placements=[Shard(0)], requires_grad=True).requires_grad
     half = torch.rand_like(sf.ones(300, 300, mesh=mesh, placements=[Shard(0)]).bfloat16())
     assert half.to_local().max() < 1
+
+
+def _gumbel(rank):
+    mesh = rank.mesh(domain=2)
+    x = sf.randn(40, 7, mesh=mesh, placements=[Shard(0)]).requires_grad_()
+    torch.manual_seed(3)
+    soft = F.gumbel_softmax(x, 0.7)
+    torch.manual_seed(3)
+    hard = F.gumbel_softmax(x, 0.7, hard=True)
+    weights = torch.rand(7)
+    grads = [torch.autograd.grad((y * weights).sum(), x)[0].to_local() for y in (soft, hard)]
+    return [y.detach().to_local() for y in (soft, hard)], grads
+
+
+def test_hard_gumbel_softmax_chooses_the_largest_and_keeps_the_gradient():
+    for (soft, hard), grads in rank_pool(2).run(_gumbel):
+        assert torch.equal(hard.argmax(1), soft.argmax(1))
+        assert torch.allclose(hard, F.one_hot(soft.argmax(1), 7).float(), atol=1e-6)
+        torch.testing.assert_close(grads[0], grads[1])
 
 
 def test_edges():

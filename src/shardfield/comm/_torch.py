@@ -50,24 +50,50 @@ def let_dynamo_dispatch(functions) -> None:
     get_overridable_functions().update(functions)
 
 
-def dispatch_within_handlers(kind: type) -> None:
-    """Has traced `__torch_function__` of `kind` call torch functions on `kind`, as eager code does.
+def let_dynamo_dispatch_more(kind: type) -> None:
+    """Has Dynamo dispatch what eager torch does of a tensor class, and it does not.
 
-    Dynamo turns the dispatch off inside it: a handler made of other operations would compute this
-    rank's local result without an error.
+    Tensors in a tuple, calls that `kind.__torch_function__` makes itself, `abs(x)`, `len(x)` and
+    iteration: traced code would get this rank's local result without an error.
     """
-    from torch._dynamo.variables import torch_function
+    from torch._dynamo.variables import TupleVariable, torch_function
+
+    flatten_lists = torch_function._flatten_vts
+
+    def flatten(values):
+        found = []
+        value: Any
+        for value in flatten_lists(values):
+            is_tuple = value.is_realized() and isinstance(value, TupleVariable)
+            found += flatten(value.items) if is_tuple else [value]
+        return found
+
+    torch_function._flatten_vts = flatten
 
     variable = torch_function.TensorWithTFOverrideVariable
-    original = variable.call_torch_function
 
     def call(self, tx, fn, types, args, kwargs):
-        if not issubclass(self.class_type, kind):
-            return original(self, tx, fn, types, args, kwargs)
-        handler = torch_function.get_torch_function_fn(tx, self)
-        return torch_function.call_torch_function(tx, handler, fn, types, args, kwargs)
+        entry = torch_function.get_torch_function_fn(tx, self)
+        return torch_function.call_torch_function(tx, entry, fn, types, args, kwargs)
 
-    variable.call_torch_function = call  # type: ignore[method-assign]
+    ways = {
+        "call_torch_function": call,
+        "nb_absolute_impl": lambda self, tx: self.call_method(tx, "abs", [], {}),
+        "sq_length": lambda self, tx: self.var_getattr(tx, "shape").unpack_var_sequence(tx)[0],
+        "unpack_var_sequence": lambda self, tx, idxes=None: self.call_method(
+            tx, "unbind", [], {}
+        ).unpack_var_sequence(tx),
+    }
+    for name, way in ways.items():
+        setattr(variable, name, _for_kind(kind, way, getattr(variable, name)))
+
+
+def _for_kind(kind: type, way, otherwise):
+    def chosen(self, *args, **kwargs):
+        act = way if issubclass(self.class_type, kind) else otherwise
+        return act(self, *args, **kwargs)
+
+    return chosen
 
 
 def ordered(name: str):
@@ -121,10 +147,10 @@ __all__ = [
     "around_backward_hooks",
     "captures_leaf",
     "default_store",
-    "dispatch_within_handlers",
     "functional",
     "in_backward",
     "let_dynamo_dispatch",
+    "let_dynamo_dispatch_more",
     "make_subclass",
     "ordered",
     "rank_of",

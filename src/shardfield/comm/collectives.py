@@ -129,6 +129,41 @@ def all_to_all(
     )
 
 
+class Pending:
+    """An all-to-all that travels while this rank computes."""
+
+    def __init__(self, tensor: torch.Tensor, group: str, operation: str | None) -> None:
+        self._tensor, self._group, self._operation = tensor, group, operation
+
+    def wait(self) -> torch.Tensor:
+        """What arrived; call it once, on every rank in the same order."""
+        if torch.compiler.is_compiling():
+            return self._tensor
+        with agreement.waiting("all_to_all", self._group, self._operation), BelowAutograd():
+            return functional.wait_tensor(self._tensor)
+
+
+def start_all_to_all(
+    tensor: torch.Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    group: str,
+    operation: str | None,
+) -> Pending:
+    """`all_to_all` of floating-point numbers that is waited for later; at once in traced code.
+
+    `tensor` must stay as it is until then.
+    """
+    if torch.compiler.is_compiling():
+        return Pending(traced.all_to_all(tensor, receives, sends, group), group, operation)
+    if _recording:
+        sent = sum(sends) - sends[rank_of(group)]
+        _count("all_to_all", sent * tensor.element_size(), operation)
+    with agreement.collective("all_to_all", group, operation, tensor.dtype), BelowAutograd():
+        started = functional.all_to_all_single(tensor, receives, sends, group)
+    return Pending(started, group, operation)
+
+
 def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch.Tensor:
     """The tensors of all ranks of `group`, stacked along a new leading dim; shapes must agree."""
     block = tensor.contiguous().unsqueeze(0)

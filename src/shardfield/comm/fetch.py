@@ -38,6 +38,19 @@ def fetch(
     return _Fetch.apply(local, dim, plan, group, fill, operation, fresh)
 
 
+def fetch_adjoint(
+    grad: torch.Tensor, dim: int, plan: Exchange, group: str, operation: str | None = None
+) -> torch.Tensor:
+    """Hands every row that `fetch` assembled back to its owner, who adds. The backward of `fetch`.
+
+    Comm: one ragged all-to-all over `group`, forward and backward; none where no rank needs
+        another's rows.
+    """
+    if plan.core == 0 and len(plan.pieces) == 1 and plan.silent:
+        return grad
+    return _FetchAdjoint.apply(grad, dim, plan, group, operation)
+
+
 def row_size(shape: Sequence[int], dims: tuple[int, ...]) -> int:
     """Elements of one index of `dims`: the product of the other sizes."""
     size = 1  # a loop: Dynamo does not trace math.prod of a generator

@@ -68,7 +68,7 @@ def both_extremes(
     return torch.return_types.aminmax((low, high))
 
 
-@register(torch.max, Tensor.max, torch.min, Tensor.min)
+@register(torch.max, Tensor.max, torch.min, Tensor.min, uses=False)
 def extreme_or_pairs(
     op, input, dim=None, keepdim: bool = False, *, other=None, out=None, axis=None
 ):

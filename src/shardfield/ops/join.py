@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import torch
 
 from shardfield.comm.fetch import fetch
 from shardfield.comm.move import move
 from shardfield.constant import constant
-from shardfield.layout import Dim, Factor, Layout, cuts, extents_of, wrapped
+from shardfield.layout import Dim, Factor, Layout, cuts, extents_of, largest_share, wrapped
 from shardfield.operands import part_of_plain
 from shardfield.plan import Exchange, Run, Segment, exchange, runs_of
 from shardfield.registry import register, unsupported, used
@@ -39,7 +40,7 @@ class JoinPlan:
 
 @constant
 def cat_plan(dim: int, *operands) -> JoinPlan:
-    """The plan of a cat.
+    """The plan of a cat; dims that are not joined take the most balanced split of an operand's.
 
     Args:
         dim: counted from the front.
@@ -48,7 +49,7 @@ def cat_plan(dim: int, *operands) -> JoinPlan:
     layouts = [operand for operand in operands if isinstance(operand, Layout)]
     shapes = [operand.shape if isinstance(operand, Layout) else operand for operand in operands]
     mesh = layouts[0].mesh
-    lead = max(layouts, key=lambda layout: torch.Size(layout.shape).numel())
+    lead = min(layouts, key=lambda layout: (largest_share(layout), -prod(layout.shape)))
     other = [(Factor(n),) if d == dim else lead.dims[d] for d, n in enumerate(lead.shape)]
     taken = {axis for d in range(len(lead.dims)) if d != dim for axis in lead.axes(d)}
     along = next((x for x in layouts if x.axes(dim) and taken.isdisjoint(x.axes(dim))), None)

@@ -1,330 +1,228 @@
-"""Losses. A reduced loss is plain and alike on all ranks."""
+"""Losses, but those of classes. A reduced loss is plain and alike on all ranks.
+
+`F.mse_loss` and its like run as torch wrote them (see `shardfield.composite`); registered here are
+the builtins in which they end. Each is computed without reduction on local blocks, or composed as
+ATen composes it; `mean` and `sum` then know the global counts.
+"""
 
 from __future__ import annotations
 
 import sys
-from math import prod
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from shardfield.comm.moments import accumulation_dtype
-from shardfield.comm.move import move
-from shardfield.comm.reduce import reduce_sum
+from shardfield.composite import body_of
 from shardfield.constant import constant
 from shardfield.errors import LayoutError
-from shardfield.layout import Factor, Layout
-from shardfield.operands import part_of_plain
-from shardfield.registry import current_operation, groups_of, name_of, register, unsupported, used
-from shardfield.tensor import ShardTensor, describe, local_of, wrap
+from shardfield.layout import Factor, Layout, even_extents
+from shardfield.operands import block, blocks
+from shardfield.registry import name_of, register
+from shardfield.tensor import ShardTensor, result
 
 Tensor = torch.Tensor
+_nn = torch._C._nn  # type: ignore[attr-defined]
+NONE, MEAN, SUM = 0, 1, 2
+"""torch's numbers for reductions."""
+
+_REDUCTION_AT = {
+    _nn.mse_loss: 2,
+    _nn.l1_loss: 2,
+    _nn.smooth_l1_loss: 2,
+    _nn.huber_loss: 2,
+    _nn.soft_margin_loss: 2,
+    _nn.binary_cross_entropy: 3,
+    torch.binary_cross_entropy_with_logits: 4,
+    torch.kl_div: 2,
+    torch.poisson_nll_loss: 5,
+    torch.hinge_embedding_loss: 3,
+    torch.margin_ranking_loss: 4,
+}
+"""Losses of every element of operands that broadcast, and where their reduction stands."""
 
 
-def _operation() -> str | None:
-    return None if torch.compiler.is_compiling() else current_operation()
+@register(*_REDUCTION_AT, uses=False)
+def elementwise(op, *args, **kwargs) -> Tensor:
+    """A loss of every element, reduced.
 
-
-@constant
-def _groups(layout: Layout) -> tuple[str, ...]:
-    return groups_of(layout, layout.split_axes)
-
-
-def _layout(x: Tensor) -> Layout:
-    """The layout of an operand that is a ShardTensor."""
-    return x.layout  # type: ignore[return-value]
-
-
-def _part(op, value: Tensor, target: Layout, computed: Layout) -> Tensor:
-    """This rank's part of an operand, which has to have the shape of `target`.
-
-    A move takes and gives replicated cotangents: the sum of the gradient over axes on which the
-    operand is whole and the loss (`computed`) split comes after it.
-
-    Comm: for a ShardTensor in another layout, what moving it takes.
+    Layout: plain; without reduction that of the operands.
+    Comm: one all-reduce of a number per mesh axis that splits; none backward.
     """
-    if tuple(value.shape) != target.shape:
-        raise LayoutError(
-            f"{name_of(op)} of {describe(value)} beside one of layout {target}",
-            "operands of a loss have one global shape; a plain tensor beside a sharded one is a "
-            "replicated global value, never this rank's part",
-            "pass the whole tensor, or ShardTensor.from_local(part, mesh, placements)",
-            "mixing",
-        )
-    if not isinstance(value, ShardTensor):
-        return part_of_plain(used(value, computed.split_axes, computed), target)
-    if value.layout is computed:
-        return local_of(value)
-    moved = move(local_of(value), value.layout, target, _operation())
-    return used(moved, _missing(target, computed), computed)
+    place = _REDUCTION_AT[op]
+    args, kwargs, layout = blocks(op, args, kwargs)
+    reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
+    if not layout.shared and reduction != NONE:
+        return op(*args, **kwargs)
+    if len(args) > place:
+        args[place] = NONE
+    else:
+        kwargs["reduction"] = NONE
+    return _finished(result(op(*args, **kwargs), layout), reduction)
 
 
-@constant
-def _missing(target: Layout, computed: Layout) -> tuple[str, ...]:
-    return tuple(axis for axis in computed.split_axes if axis not in target.split_axes)
-
-
-def _reduction(reduction: str, size_average, reduce) -> str:
-    """The reduction, from torch's present argument or its two former ones."""
-    if size_average is not None or reduce is not None:
-        if reduce is False:
-            return "none"
-        return "sum" if size_average is False else "mean"
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
-    return reduction
-
-
-def _result_dtype(local: Tensor) -> torch.dtype:
-    """The type torch gives a loss: autocast computes losses in fp32."""
-    if torch.is_autocast_enabled(local.device.type):
-        return accumulation_dtype(local.dtype)
-    return local.dtype
-
-
-@constant
-def _broadcasting(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """The layout of an operand of `shape` that broadcasts to `layout`."""
-    shift = len(layout.dims) - len(shape)
-    fits = shift >= 0 and all(
-        n in (1, whole) for n, whole in zip(shape, layout.shape[shift:], strict=True)
-    )
-    if not fits:
-        raise LayoutError(
-            f"a loss over {layout} with a weight of shape {shape}",
-            "weights broadcast to the global shape of the input",
-            "pass the whole tensor, or ShardTensor.from_local(part, mesh, placements)",
-            "mixing",
-        )
-    dims = zip(shape, layout.dims[shift:], strict=True)
-    return Layout(layout.mesh, [(Factor(1),) if n == 1 else factors for n, factors in dims])
-
-
-def _elementwise(
-    op,
-    input: Tensor,
-    target: Tensor,
-    reduction: str,
-    weight: Tensor | None = None,
-    normalise: bool = False,
-    **options,
-) -> Tensor:
-    """A loss of every element, then reduced; in fp32 at least, means divide by global counts.
-
-    Args:
-        weight: one of the operation's arguments, broadcast to the input.
-        normalise: the mean divides by the sum of the weights, not by the number of elements.
-        options: arguments of the operation; tensors among them broadcast to the input.
-    """
-    layout = _layout(input) if isinstance(input, ShardTensor) else _layout(target)
-    local, wanted = _part(op, input, layout, layout), _part(op, target, layout, layout)
-    if weight is not None:
-        options["weight"] = weight
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            options[name] = _part(op, value, _broadcasting(layout, tuple(value.shape)), layout)
-    if reduction == "none":
-        return wrap(op(local, wanted, reduction="none", **options), layout)
-    groups = _groups(layout)
-    if not groups:
-        return op(local, wanted, reduction=reduction, **options)
-    dtype = accumulation_dtype(local.dtype)
-    partial = op(local.to(dtype), wanted.to(dtype), reduction="sum", **options)
-    if reduction == "mean" and normalise and weight is not None:
-        # As torch: the loss weighs by `weight`, and so does the mean.
-        partial = torch.stack((partial, options["weight"].sum(dtype=dtype)))
-        both = reduce_sum(partial, groups, _operation())
-        return (both[0] / both[1]).to(_result_dtype(local))
-    if reduction == "mean":
-        partial = partial / prod(layout.shape)
-    elif reduction == "batchmean":
-        partial = partial / layout.shape[0]
-    return reduce_sum(partial, groups, _operation()).to(_result_dtype(local))
-
-
-@register(F.mse_loss, uses=False)
-def mse_loss(
-    op, input, target, size_average=None, reduce=None, reduction="mean", weight=None
-) -> Tensor:
-    """Squared differences.
-
-    Layout: plain; with reduction "none" the input's (the target's, if only that is sharded).
-    Comm: one all-reduce of a number (weighted means: two) per mesh axis that splits; none backward.
-    """
-    reduction = _reduction(reduction, size_average, reduce)
-    return _elementwise(op, input, target, reduction, weight, normalise=True)
+def _finished(losses: Tensor, reduction: int) -> Tensor:
+    if reduction == NONE:
+        return losses
+    return losses.mean() if reduction == MEAN else losses.sum()
 
 
 @register(F.l1_loss, uses=False)
-def l1_loss(
-    op, input, target, size_average=None, reduce=None, reduction="mean", weight=None
-) -> Tensor:
-    """Absolute differences, unweighted. Layout, Comm: as `mse_loss`."""
-    if weight is not None or _has_lost_weight():
-        raise unsupported(
-            op,
-            "torch does not hand l1_loss's weight on to tensor subclasses",
-            "(weight * (input - target).abs()).sum() / weight.sum()",
-            args=(input, target),
-        )
-    return _elementwise(op, input, target, _reduction(reduction, size_average, reduce))
+def l1_loss(op, *args, weight=None, **kwargs) -> Tensor:
+    """As torch wrote it, with the weight that torch 2.13 leaves behind on the way here."""
+    weight = _lost_weight() if weight is None else weight
+    return _L1_LOSS(*args, weight=weight, **kwargs)
 
 
-def _has_lost_weight() -> bool:
-    """Whether the running `F.l1_loss` had a weight, which torch 2.13 drops on its way here."""
+_L1_LOSS = body_of(F.l1_loss)
+
+
+def _lost_weight() -> Tensor | None:
+    """The weight of the running `F.l1_loss`; compiled code hands it over."""
     if torch.compiler.is_compiling():
-        return False
+        return None
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is F.l1_loss.__code__:
-            return frame.f_locals.get("weight") is not None
+            return frame.f_locals.get("weight")
         frame = frame.f_back
-    return False
+    return None
 
 
-@register(F.smooth_l1_loss, uses=False)
-def smooth_l1_loss(
-    op, input, target, size_average=None, reduce=None, reduction="mean", beta=1.0
+# Losses of rows, by what ATen composes them of: every operation has an exact form of its own.
+
+
+@register(torch.pairwise_distance, uses=False)
+def pairwise_distance(op, x1, x2, p=2.0, eps=1e-6, keepdim=False) -> Tensor:
+    """Norms of differences along the last dim. Layout, Comm: as `torch.linalg.vector_norm`."""
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+@register(torch.triplet_margin_loss, uses=False)
+def triplet_margin_loss(
+    op, anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6, swap=False, reduction=MEAN
 ) -> Tensor:
-    """Squared near zero, absolute elsewhere. Layout, Comm: as `mse_loss`."""
-    return _elementwise(op, input, target, _reduction(reduction, size_average, reduce), beta=beta)
+    """Comm: that of three `pairwise_distance` (with `swap`), and of `mean` or `sum`."""
+    near = torch.pairwise_distance(anchor, positive, p, eps)
+    far = torch.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, torch.pairwise_distance(positive, negative, p, eps))
+    return _finished(torch.clamp_min(margin + near - far, 0), reduction)
 
 
-@register(F.huber_loss, uses=False)
-def huber_loss(op, input, target, reduction="mean", delta=1.0, weight=None) -> Tensor:
-    """Squared near zero, absolute elsewhere. Layout, Comm: as `mse_loss`."""
-    return _elementwise(op, input, target, reduction, weight, delta=delta)
-
-
-@register(F.binary_cross_entropy, uses=False)
-def binary_cross_entropy(
-    op, input, target, weight=None, size_average=None, reduce=None, reduction="mean"
-) -> Tensor:
-    """Of probabilities. Layout, Comm: as `mse_loss`."""
-    return _elementwise(op, input, target, _reduction(reduction, size_average, reduce), weight)
-
-
-@register(F.binary_cross_entropy_with_logits, uses=False)
-def binary_cross_entropy_with_logits(
-    op,
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    reduce=None,
-    reduction="mean",
-    pos_weight=None,
-) -> Tensor:
-    """Of logits. Layout, Comm: as `mse_loss`."""
-    reduction = _reduction(reduction, size_average, reduce)
-    return _elementwise(op, input, target, reduction, weight, pos_weight=pos_weight)
-
-
-@register(F.kl_div, uses=False)
-def kl_div(
-    op, input, target, size_average=None, reduce=None, reduction="mean", log_target=False
-) -> Tensor:
-    """Kullback-Leibler divergence. Layout, Comm: as `mse_loss`."""
-    if reduction != "batchmean":
-        reduction = _reduction(reduction, size_average, reduce)
-    return _elementwise(op, input, target, reduction, log_target=log_target)
-
-
-@constant
-def _class_layouts(op, given: Layout, index: bool, classes: int | None):
-    """Layouts of the input and of the result of a classification loss.
-
-    Args:
-        given: layout of the input, or of the target where only that is sharded.
-        index: the target holds class indices.
-        classes: number of classes, where `given` is that of a target of indices.
-
-    Raises:
-        UnsupportedOperation: the classes are split.
-    """
-    if classes is None:
-        dim = 1 if len(given.dims) > 1 else 0
-        if given.is_split(dim):
-            raise unsupported(op, f"the classes (dim {dim}) of {given} are split")
-        without = [factors for d, factors in enumerate(given.dims) if d != dim]
-        return given, Layout(given.mesh, without)
-    dim = 1 if given.dims else 0
-    dims = [*given.dims[:dim], (Factor(classes),), *given.dims[dim:]]
-    return Layout(given.mesh, dims), given
-
-
-def _classify(op, input, target, weight, ignore_index, reduction, **options) -> Tensor:
-    index = not target.is_floating_point()
-    if isinstance(input, ShardTensor):
-        given, classes = _layout(input), None
-    else:
-        given = _layout(target)
-        classes = input.shape[1 if input.dim() > 1 else 0] if index else None
-    if isinstance(weight, ShardTensor):
-        raise unsupported(op, "class weights are a plain tensor", args=(weight,))
-    layout, rows = _class_layouts(op, given, index, classes)
-    local = _part(op, input, layout, layout)
-    wanted = _part(op, target, rows if index else layout, layout)
-    options |= {"weight": weight}
-    if index:
-        options["ignore_index"] = ignore_index
-    if reduction == "none":
-        return wrap(op(local, wanted, reduction="none", **options), rows)
-    groups = _groups(layout)
-    if not groups:
-        return op(local, wanted, reduction=reduction, **options)
-    dtype = accumulation_dtype(local.dtype)
-    partial = op(local.to(dtype), wanted if index else wanted.to(dtype), reduction="sum", **options)
-    if reduction == "mean" and index:
-        counted = wanted != ignore_index
-        if weight is None:
-            share = counted.sum(dtype=dtype)
-        else:
-            weights = weight.detach().to(dtype)[wanted.where(counted, 0)]
-            share = (weights * counted).sum()
-        both = reduce_sum(torch.stack((partial, share)), groups, _operation())
-        return (both[0] / both[1]).to(_result_dtype(local))
-    if reduction == "mean":
-        partial = partial / prod(rows.shape)
-    return reduce_sum(partial, groups, _operation()).to(_result_dtype(local))
-
-
-@register(F.cross_entropy, uses=False)
-def cross_entropy(
-    op,
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
-) -> Tensor:
-    """Of logits whose classes are unsplit, with class indices or probabilities as target.
-
-    The mean divides by the global sum of the targets' weights, ignored ones left out.
-
-    Layout: plain; with reduction "none" that of the input without its classes.
-    Comm: one all-reduce of two numbers per mesh axis that splits; none backward.
-    """
-    reduction = _reduction(reduction, size_average, reduce)
-    return _classify(
-        op, input, target, weight, ignore_index, reduction, label_smoothing=label_smoothing
+@register(torch.cosine_embedding_loss, uses=False)
+def cosine_embedding_loss(op, input1, input2, target, margin=0.0, reduction=MEAN) -> Tensor:
+    """Of rows along the last dim. Comm: that of three `sum`s of rows, and of the mean."""
+    tiny = 1e-12
+    dot, first, second = (
+        (a * b).sum(-1) for a, b in ((input1, input2), (input1, input1), (input2, input2))
+    )
+    cosine = dot / ((first + tiny) * (second + tiny)).sqrt()
+    alike = torch.where(target == 1, 1 - cosine, 0)
+    return _finished(
+        alike + torch.where(target == -1, (cosine - margin).clamp_min(0), 0), reduction
     )
 
 
-@register(F.nll_loss, uses=False)
-def nll_loss(
+# Losses of whole rows
+
+
+@constant
+def _samples(layout: Layout, at: int | None) -> Layout:
+    """The samples of a tensor: split as its dim `at` is, or over the axes that split another."""
+    if at is None:
+        return Layout(layout.mesh, [])
+    axes, size = layout.split_axes, layout.shape[at]
+    if not axes or layout.is_split(at):
+        return Layout(layout.mesh, [layout.dims[at]])
+    return Layout(layout.mesh, [(Factor(size, axes, even_extents(size, layout.mesh.size(axes))),)])
+
+
+@constant
+def _holding(op, samples: Layout, shape: tuple[int, ...], at: int | None) -> Layout:
+    """The layout of a tensor whose dim `at` holds the samples and whose others are whole.
+
+    Raises:
+        LayoutError: it holds another number of them.
+    """
+    dims: list = [(Factor(size),) for size in shape]
+    if at is not None and samples.dims:
+        if shape[at] != samples.shape[0]:
+            raise LayoutError(
+                f"{name_of(op)} of {samples.shape[0]} samples beside a tensor {shape}",
+                "shapes are global; a plain tensor beside a sharded one is a replicated global "
+                "value, never this rank's part",
+                "pass the whole tensor, or ShardTensor.from_local(part, mesh, placements)",
+                "mixing",
+            )
+        dims[at] = samples.dims[0]
+    return Layout(samples.mesh, dims)
+
+
+def _rows(op, *operands: tuple[Tensor | None, int | None]) -> tuple[list, Layout]:
+    """Whole samples of every operand on this rank, and their layout.
+
+    Args:
+        operands: tensors, the one that matters most first, and the dim that holds their samples.
+
+    Comm: where a dim of a sample is split, one all-to-all to split samples instead.
+    """
+    first, at = next((x, at) for x, at in operands if isinstance(x, ShardTensor))
+    samples = _samples(first._layout, at)
+    return [
+        None if x is None else block(x, _holding(op, samples, tuple(x.shape), at), samples)
+        for x, at in operands
+    ], samples
+
+
+@register(_nn.multi_margin_loss, uses=False)
+def multi_margin_loss(op, input, target, p=1, margin=1.0, weight=None, reduction=MEAN) -> Tensor:
+    """Layout: plain; without reduction that of the samples. Comm: see `_rows`; the reduction's."""
+    at = 0 if input.dim() > 1 else None
+    (x, y, weight), samples = _rows(op, (input, at), (target, at), (weight, None))
+    return _finished(result(op(x, y, p, margin, weight, NONE), samples), reduction)
+
+
+@register(_nn.multilabel_margin_loss, uses=False)
+def multilabel_margin_loss(op, input, target, reduction=MEAN) -> Tensor:
+    """Layout, Comm: as `multi_margin_loss`."""
+    at = 0 if input.dim() > 1 else None
+    (x, y), samples = _rows(op, (input, at), (target, at))
+    return _finished(result(op(x, y, NONE), samples), reduction)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """All of a small tensor, on every rank."""
+    whole = x.full_tensor() if isinstance(x, ShardTensor) else x
+    assert whole is not None
+    return whole
+
+
+@register(torch.ctc_loss, uses=False)
+def ctc_loss(
     op,
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
+    log_probs,
+    targets,
+    input_lengths,
+    target_lengths,
+    blank=0,
+    reduction=MEAN,
+    zero_infinity=False,
 ) -> Tensor:
-    """Of log-probabilities whose classes are unsplit. Layout, Comm: as `cross_entropy`."""
-    reduction = _reduction(reduction, size_average, reduce)
-    return _classify(op, input, target, weight, ignore_index, reduction)
+    """A recursion over time, run on whole samples. Layout, Comm: as `multi_margin_loss`."""
+    at, batched = (1, 0) if log_probs.dim() > 2 else (None, None)
+    inputs, lengths = (
+        value if isinstance(value, Tensor) else torch.tensor(value, device=log_probs.device)
+        for value in (input_lengths, target_lengths)
+    )
+    if at is not None and targets.dim() == 1:
+        joined, each = _whole(targets), _whole(lengths)
+        targets = pad_sequence(list(joined.split(each.tolist())), batch_first=True)
+    (x, y, inputs, lengths), samples = _rows(
+        op, (log_probs, at), (targets, batched), (inputs, batched), (lengths, batched)
+    )
+    none = batched is not None and not x.shape[1]  # torch refuses an empty batch
+    losses = x.sum((0, 2)) if none else op(x, y, inputs, lengths, blank, NONE, zero_infinity)
+    if reduction == MEAN:
+        losses = losses / lengths.clamp_min(1)
+    return _finished(result(losses, samples), reduction)

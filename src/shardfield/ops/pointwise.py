@@ -2,58 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from shardfield.comm.move import move
 from shardfield.constant import constant
-from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
-from shardfield.operands import part_of_plain
-from shardfield.registry import current_operation, fallback, register, unsupported, used
+from shardfield.operands import blocks, written
+from shardfield.registry import fallback, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, result, wrap
 
 Tensor = torch.Tensor
+_T: Any = torch.Tensor
+_nn = torch._C._nn  # type: ignore[attr-defined]
 
 _DUNDER = {
-    "__truediv__": "div",
-    "__rtruediv__": "div",
-    "__itruediv__": "div",
-    "__floordiv__": "floor_divide",
-    "__rfloordiv__": "floor_divide",
-    "__ifloordiv__": "floor_divide",
-    "__mod__": "remainder",
-    "__rmod__": "remainder",
-    "__imod__": "remainder",
-    "__and__": "bitwise_and",
-    "__or__": "bitwise_or",
-    "__xor__": "bitwise_xor",
-    "__iand__": "bitwise_and",
-    "__ior__": "bitwise_or",
-    "__ixor__": "bitwise_xor",
-    "__rand__": "bitwise_and",
-    "__ror__": "bitwise_or",
-    "__rxor__": "bitwise_xor",
-    "__invert__": "bitwise_not",
-    "__pow__": "pow",
-    "__rpow__": "pow",
-    "__ipow__": "pow",
+    "truediv": "div",
+    "mod": "remainder",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "floordiv": "floor_divide",
 }
+"""What Python calls otherwise than aten."""
+
+# fmt: off
+_UNTAGGED = {
+    "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh",
+    "clip", "complex", "conj", "divide", "expit", "fake_quantize_per_tensor_affine", "fix",
+    "floor_divide", "gammainc", "gammaincc", "gammaln", "greater", "greater_equal",
+    "hardsigmoid", "hardswish", "imag", "isclose", "isreal", "less", "less_equal",
+    "log_sigmoid", "multigammaln", "multiply", "ndtr", "negative", "not_equal", "polar", "psi",
+    "real", "resolve_conj", "resolve_neg", "subtract",
+}
+# fmt: on
+"""Elementwise operations that lack the tag, most of them other names of those that have it."""
 
 
 def _aten_name(name: str) -> str:
-    if name in _DUNDER:
-        return _DUNDER[name]
-    if name.startswith("__") and name.endswith("__"):
-        bare = name.strip("_")
-        if getattr(torch.ops.aten, bare, None) is None and bare[:1] in "ri":
-            bare = bare[1:]
-        return bare
-    return name
+    if not (name.startswith("__") and name.endswith("__")):
+        return name
+    bare = name.strip("_")
+    for known in (bare, bare[1:] if bare[:1] in "ri" else bare):
+        if known in _DUNDER:
+            return _DUNDER[known]
+        if getattr(torch.ops.aten, known, None) is not None:
+            return known
+    return bare
 
 
 def _tagged(name: str) -> bool:
     """Whether torch tags the operation of this name pointwise and deterministic."""
-    packet = getattr(torch.ops.aten, _aten_name(name), None)
+    if name in _UNTAGGED:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
     if packet is None or not hasattr(packet, "overloads"):
         return False
     tags = [getattr(packet, overload).tags for overload in packet.overloads()]
@@ -66,25 +71,27 @@ def pointwise_by_tag(function):
     """The handler of functions whose aten operation carries torch's `pointwise` tag."""
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None) or ""
-    if name in ("__get__", "__set__") or module.startswith("torch.linalg"):
+    if name in ("__set__", "equal") or module.startswith("torch.linalg"):
         return None
-    if name in _PARTLY:
-        return partly_pointwise
-    # torch tags masked_fill, but not masked_fill_.
-    tagged = name != "equal" and (_tagged(name) or _tagged(name.removesuffix("_")))
-    return pointwise if tagged else None
+    if name == "__get__":
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        return pointwise if attribute in ("real", "imag") else None
+    name = _aten_name(name)
+    # torch tags masked_fill, but not masked_fill_; polygamma, but not special_polygamma.
+    others = name.removesuffix("_"), name.removeprefix("special_")
+    return pointwise if any(_tagged(known) for known in (name, *others)) else None
 
 
-_PARTLY = {"max": 2, "min": 2, "where": 3}
+@register(torch.where, _T.where, uses=False)
+def where(op, condition, input=None, other=None, *, out=None):
+    """Elementwise choice. Layout, Comm: as `pointwise`; `where(condition)` alone is refused."""
+    if input is None or other is None or out is not None:
+        raise unsupported(op, "only its elementwise form keeps the split", args=(condition,))
+    return pointwise(op, condition, input, other)
 
 
-def partly_pointwise(op, *args, **kwargs):
-    """`max(x, y)`, `min(x, y)`, `where(c, x, y)`; their other forms reduce or count."""
-    operands = [*args, *kwargs.values()]
-    count = _PARTLY[op.__name__]
-    if len(operands) != count or (count == 2 and not isinstance(operands[1], Tensor)):
-        raise unsupported(op, "only its elementwise form keeps the split", args=(args, kwargs))
-    return pointwise(op, *args, **kwargs)
+_SAME = {"conj", "positive", "__pos__", "real", "resolve_conj", "resolve_neg"}
+"""What may return its input without having written to it."""
 
 
 def pointwise(op, *args, **kwargs):
@@ -108,8 +115,8 @@ def pointwise(op, *args, **kwargs):
     out = op(*locals_, **kwargs)
     first = args[0]
     if out is locals_[0] and isinstance(first, ShardTensor):
-        if first._moved:
-            raise _refuse_moved(op, args)
+        if first._moved and getattr(op, "__name__", "") not in _SAME:
+            written(op, first)
         return first
     return wrap(out, layout) if isinstance(out, Tensor) else _wrapped(out, layout)
 
@@ -122,48 +129,41 @@ def _wrapped(out, layout: Layout):
     )
 
 
-def _refuse_moved(op, args):
-    return unsupported(
-        op,
-        "it writes into a view whose data had to move between ranks",
-        "use the operation that returns a new tensor, or clone() first",
-        "in-place",
-        args,
-    )
-
-
 def _broadcast(op, args, kwargs):
     """Operands of different shapes or layouts, or plain ones."""
-    names = list(kwargs)
-    values = [*args, *kwargs.values()]
-    operation = None if torch.compiler.is_compiling() else current_operation()
-    slots = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-    if "out" in names and kwargs["out"] is not None:
-        raise unsupported(op, "out= writes into a given tensor", "assign the result", args=args)
-    tensors = [values[index] for index in slots]
+    out = kwargs.get("out")
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     writes = _writes(op, kwargs)
-    first = values[0]
-    if writes and (not isinstance(first, ShardTensor) or first._moved):
-        if isinstance(first, ShardTensor):
-            raise _refuse_moved(op, args)
-        raise unsupported(
-            op, "it writes a sharded value into a plain tensor", "use the result", "in-place", args
-        )
-    described = tuple(t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors)
-    out, targets = broadcast_layouts(op, writes, *described)
-    for index, t, target in zip(slots, tensors, targets, strict=True):
-        if isinstance(t, ShardTensor):
-            # Moves take and give replicated cotangents, so the sum comes after them, over the axes
-            # on which the moved operand is still whole.
-            moved = move(local_of(t), t._layout, target, operation)
-            missing = tuple(axis for axis in out.split_axes if axis not in target.split_axes)
-            values[index] = used(moved, missing, out)
-        else:
-            values[index] = part_of_plain(used(t, out.split_axes, out), target)
-    y = op(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+    first: Any = args[0] if args else None
+    if writes:
+        written(op, first)
+    args, kwargs, layout = blocks(op, args, kwargs, writes)
+    if out is not None:
+        target = written(op, out)
+        if out._layout is not layout:
+            raise unsupported(op, f"its result {layout} does not fit {out._layout}", "assign it")
+        op(*args, **kwargs, out=target)
+        return out
+    y = op(*args, **kwargs)
     if writes:
         return first
-    return result(y, out) if isinstance(y, Tensor) else _wrapped(y, out)
+    return result(y, layout) if isinstance(y, Tensor) else _wrapped(y, layout)
+
+
+@constant
+def _halved(layout: Layout, dim: int) -> Layout:
+    return layout.replace({dim: (Factor(layout.shape[dim] // 2),)})
+
+
+@register(_nn.glu, uses=False)
+def glu(op, input: ShardTensor, dim=-1) -> Tensor:
+    """One half times the sigmoid of the other. Comm: along a split dim, that of `chunk`."""
+    layout = input.layout
+    dim = dim + len(layout.dims) if dim < 0 else dim
+    if not layout.is_split(dim):
+        return wrap(op(local_of(input), dim), _halved(layout, dim))
+    first, second = input.chunk(2, dim)
+    return first * second.sigmoid()
 
 
 def _writes(op, kwargs) -> bool:
@@ -176,83 +176,6 @@ def _named_in_place(op) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return name.endswith("_")
-
-
-@constant
-def broadcast_layouts(op, writes: bool, *operands) -> tuple[Layout, tuple[Layout, ...]]:
-    """The layout of a broadcast result, and the layout every operand takes for it.
-
-    Args:
-        writes: the result is written into the first operand, whose layout then stands.
-        operands: a Layout for a sharded operand, the shape of a plain, replicated one.
-
-    Raises:
-        LayoutError: shapes that do not broadcast; a plain operand of a local size.
-    """
-    shapes = [o.shape if isinstance(o, Layout) else o for o in operands]
-    layouts = [o for o in operands if isinstance(o, Layout)]
-    mesh = layouts[0].mesh
-    if any(layout.mesh is not mesh for layout in layouts):
-        raise LayoutError(
-            f"{getattr(op, '__name__', op)} of tensors on different root meshes",
-            "operands lie on one mesh",
-            "call init_mesh once, and use its parts (mesh['domain'])",
-            "mesh",
-        )
-    try:
-        shape = tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError as error:
-        listed = ", ".join(
-            f"ShardTensor {o}" if isinstance(o, Layout) else f"plain tensor {tuple(o)}"
-            for o in operands
-        )
-        raise LayoutError(
-            f"{getattr(op, '__name__', op)} of {listed}",
-            "shapes are global and must broadcast; a plain tensor beside a sharded one is a "
-            "replicated global value, never this rank's part",
-            "pass the whole tensor, or ShardTensor.from_local(part, mesh, placements)",
-            "mixing",
-        ) from error
-    dims: list = [None] * len(shape)
-    taken: set[str] = set()
-    order = sorted(range(len(layouts)), key=lambda i: -_numel(layouts[i].shape))
-    if writes:
-        order = [0, *(i for i in order if i != 0)]
-    for i in order:
-        layout = layouts[i]
-        shift = len(shape) - len(layout.dims)
-        for d, dim in enumerate(layout.dims):
-            axes = layout.axes(d)
-            if not axes or layout.shape[d] != shape[shift + d] or dims[shift + d] is not None:
-                continue
-            if taken.isdisjoint(axes):
-                dims[shift + d] = dim
-                taken |= set(axes)
-    out = Layout(mesh, [dim or (Factor(n),) for dim, n in zip(dims, shape, strict=True)])
-    if writes and out is not layouts[0]:
-        raise unsupported(
-            op, f"its result {out} does not fit the written tensor", "use the result", "in-place"
-        )
-    targets = []
-    for operand_shape in shapes:
-        shift = len(shape) - len(operand_shape)
-        targets.append(
-            Layout(
-                mesh,
-                [
-                    out.dims[shift + d] if n == shape[shift + d] else (Factor(n),)
-                    for d, n in enumerate(operand_shape)
-                ],
-            )
-        )
-    return out, tuple(targets)
-
-
-def _numel(shape) -> int:
-    return torch.Size(shape).numel()
-
-
-_T = torch.Tensor
 
 
 @register(
@@ -270,6 +193,12 @@ _T = torch.Tensor
     _T.bfloat16,
     _T.int,
     _T.long,
+    _T.short,
+    _T.char,
+    _T.byte,
+    _T.cfloat,
+    _T.cdouble,
+    _T.chalf,
     _T.bool,
     _T.cpu,
     _T.cuda,
@@ -277,7 +206,10 @@ _T = torch.Tensor
     torch.ones_like,
     torch.full_like,
     torch.empty_like,
+    torch.zero_,
     _T.zero_,
+    torch.fill,
+    torch.fill_,
     _T.fill_,
     _T.pin_memory,
     _T.detach_,
@@ -292,7 +224,7 @@ def same_values(op, input, *args, **kwargs):
     out = op(local, *args, **kwargs)
     if out is local:
         if input._moved and getattr(op, "__name__", "").endswith("_"):
-            raise _refuse_moved(op, (input,))
+            written(op, input)
         return input
     return wrap(out, input._layout) if isinstance(out, Tensor) else out
 
@@ -315,6 +247,12 @@ def copy_(op, input, source, non_blocking=False):
     _T.is_pinned,
     torch.is_inference,
     _T.is_inference,
+    torch.is_signed,
+    _T.is_signed,
+    torch.is_conj,
+    _T.is_conj,
+    torch.is_neg,
+    _T.is_neg,
     uses=False,
 )
 def ask_local(op, input, *args, **kwargs):

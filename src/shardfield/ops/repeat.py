@@ -7,6 +7,7 @@ import torch
 from shardfield.comm.move import move
 from shardfield.constant import constant
 from shardfield.layout import Dim, Factor, Layout, cuts, extents_of, wrapped
+from shardfield.operands import broadcast_layouts
 from shardfield.ranges import in_ranges, multiplied
 from shardfield.registry import register, unsupported
 from shardfield.tensor import ShardTensor, local_of, marked, result
@@ -60,8 +61,9 @@ def broadcast_tensors(op, *tensors):
     """As `expand`, of each tensor to the common shape."""
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         (tensors,) = tensors
-    shape = torch.broadcast_shapes(*[tuple(tensor.shape) for tensor in tensors])
-    return tuple([tensor.expand(shape) for tensor in tensors])
+    described = [t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors]
+    out, _ = broadcast_layouts(op, False, *described)
+    return tuple([t if t.shape == out.shape else t.expand(out.shape) for t in tensors])
 
 
 @register(torch.meshgrid, uses=False)

@@ -2,7 +2,7 @@
 
 from shardfield.testing.cases import split_cases
 from shardfield.testing.parity import ParityError, Report, cases_run, parity, refused
-from shardfield.testing.pool import RankError, RankPool, close_pools, rank_pool
+from shardfield.testing.pool import RankError, RankPool, close_pools, preload, rank_pool
 from shardfield.testing.worker import Rank
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "cases_run",
     "close_pools",
     "parity",
+    "preload",
     "rank_pool",
     "refused",
     "split_cases",

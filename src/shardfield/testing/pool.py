@@ -253,6 +253,11 @@ class RankPool:
         return Failure("hang", "it did not come back in time", operation, stack, follows)
 
 
+def preload(*modules: str) -> None:
+    """Has ranks find these modules imported. Call it before the first rank starts."""
+    _PRELOAD.extend(name for name in modules if name not in _PRELOAD)
+
+
 _pools: dict[int, RankPool] = {}
 
 

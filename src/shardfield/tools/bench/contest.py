@@ -4,15 +4,22 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import shardfield as sf
-from shardfield.tools.bench.contestants import ByHand, Contestant, OneProcess, Sharded
+from shardfield.tools.bench.contestants import (
+    ByHand,
+    Communication,
+    Contestant,
+    OneProcess,
+    Sharded,
+)
 from shardfield.tools.bench.launch import Idle
-from shardfield.tools.bench.networks import Workload, workloads
+from shardfield.tools.bench.networks import COMMUNICATION, Workload, workloads
 
 # Two correct float32 programs that add in another order differ by this much of the gradient's
 # norm at most: it is 20 times what is measured, and far less than one lost halo row costs.
@@ -29,7 +36,7 @@ class Contest:
 
     Attributes:
         workload: Its name.
-        seconds: By the clock, of each contestant ("shardfield", "by hand", "one process").
+        seconds: By the clock, of each of the workload's contestants.
         processor: The same in processor time: without waiting, and all but untouched by other
             programs, so it tells work from contention.
         agreement: Of each contestant, the relative distance of its gradient from one process's.
@@ -46,23 +53,24 @@ def run(
     pairs: int,
     names: list[str],
     scale: int = 1,
-    kinds: tuple[str, ...] = ("shardfield", "by hand", "one process"),
+    kinds: tuple[str, ...] = (),
 ) -> list[dict[str, object]]:
-    """Times the named workloads on all ranks of the world.
+    """Times the named workloads on all ranks of the world; by default, all their contestants.
 
     Raises:
         Disagreement: on all ranks, when two contestants' gradients differ.
     """
     sf.init_mesh(device="cpu")
     chosen = [w for w in workloads(scale) if w.name in names]
-    return [asdict(contest(w, idle, pairs, kinds)) for w in chosen]
+    return [asdict(contest(w, idle, pairs, kinds or w.kinds)) for w in chosen]
 
 
 def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) -> Contest:
     """Times one workload; `kinds` names the contestants, "one process" among them."""
     makers: dict[str, Callable[[Workload], Contestant]] = {
         "shardfield": Sharded,
-        "by hand": ByHand,
+        **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
+        COMMUNICATION: Communication,
         "one process": OneProcess,
     }
     first = dist.get_rank() == 0
@@ -118,7 +126,7 @@ def _check_agreement(
     expected = torch.cat([t.reshape(-1) for t in reference]).double()
     dist.broadcast(expected, src=0)
     for kind in kinds:
-        if kind == "one process":
+        if kind in ("one process", COMMUNICATION):
             continue
         distance = _distance(contestants[kind].gradients(), expected)
         dist.all_reduce(distance, dist.ReduceOp.MAX)

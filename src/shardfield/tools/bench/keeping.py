@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfield as sf
 from shardfield.tools.bench.networks import conv_norm_stack, conv_stack
+from shardfield.tools.bench.packages import diffusion_unet, segresnet
 from shardfield.tools.bench.slabs import SlabCounter
 from shardfield.tools.memory import AllocatedBytes, kept_bytes
 
@@ -55,11 +56,19 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Model:
-    """A network and the global shape of its input, split over the ranks along dim 2."""
+    """A network and the global shape of its input, split over the ranks along dim 2.
+
+    Attributes:
+        name: What the table calls it.
+        build: Makes it.
+        shape: Global shape of its input.
+        modes: Those it is measured in.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
+    modes: tuple[str, ...] = MODES
 
     def network(self) -> nn.Module:
         """The network with the same weights at every call and on every rank."""
@@ -85,10 +94,13 @@ def models(scale: int = 1, layers: int = 8) -> list[Model]:
     """The measured networks, stacks of `layers`; `scale` divides every spatial extent."""
     plane = (1, 16, 256 // scale, 256 // scale)
     volume = (1, 1, 96 // scale, 112 // scale, 96 // scale)
+    cube, image = (1, 1, *(96 // scale,) * 3), (1, 3, 256 // scale, 256 // scale)
     return [
         Model("conv-ReLU stack", lambda: conv_stack(layers, 16, 2), plane),
         Model("conv-GroupNorm-GELU stack", lambda: conv_norm_stack(layers, 16), plane),
         Model("MONAI UNet", monai_unet, volume),
+        Model("MONAI SegResNet", segresnet, cube, ("eager", "save_on_cpu")),
+        Model("diffusers UNet2DModel", diffusion_unet, image, ("eager", "save_on_cpu")),
     ]
 
 
@@ -110,7 +122,7 @@ def run(
     """Measures the named networks on all ranks of the world; every rank returns the same rows."""
     mesh = sf.init_mesh()
     chosen = [m for m in models(scale) if m.name in names]
-    return [asdict(measure(m, mode, mesh)) for m in chosen for mode in modes]
+    return [asdict(measure(m, mode, mesh)) for m in chosen for mode in m.modes if mode in modes]
 
 
 def measure(model: Model, mode: str, mesh: DeviceMesh) -> Keeping:
