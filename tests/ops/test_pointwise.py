@@ -146,3 +146,10 @@ def test_a_plain_operand_of_any_broadcast_shape(data):
     op = data.draw(st.sampled_from([torch.lerp, torch.addcmul]))
     given_ = {"ranks": (3,), "sizes": [sizes], "dtype": torch.float64}
     parity(lambda x, y, z: op(x, y, z), [X, other, other], [2, None, None], **given_)
+
+
+def test_a_plain_tensor_is_cast_like_a_sharded_one():
+    def like(x, plain):
+        return x * plain.float().to(x) + plain.half().type_as(x)
+
+    parity(like, [X, torch.ones(X.shape[-1])], [2, None], dtype=torch.float64, ranks=(1, 2))

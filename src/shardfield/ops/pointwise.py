@@ -218,7 +218,9 @@ def _named_in_place(op) -> bool:
 def same_values(op, input, *args, **kwargs):
     """A local copy, cast or constant of the same layout. Comm: none."""
     if not isinstance(input, ShardTensor):
-        raise unsupported(op, "a plain tensor is written from, or cast like, a sharded one")
+        if op in (_T.to, _T.type_as):
+            return op(input, *[local_of(a) if isinstance(a, ShardTensor) else a for a in args])
+        raise unsupported(op, "a plain tensor is written from a sharded one")
     local = local_of(input)
     args = tuple([local_of(a) if isinstance(a, ShardTensor) else a for a in args])
     out = op(local, *args, **kwargs)
