@@ -37,9 +37,7 @@ def rows_here(index: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
     return table[index]
 
 
-def picked(
-    op, local: torch.Tensor, layout: Layout, items: list, place: int
-) -> torch.Tensor:
+def picked(op, local: torch.Tensor, layout: Layout, items: list, place: int) -> torch.Tensor:
     """`local[items]` of the global rows that the tensors among the items name.
 
     Args:
@@ -77,5 +75,3 @@ def picked(
 @constant
 def _axes(layout: Layout, dims: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(axis for dim in dims for axis in layout.axes(dim))
-
-

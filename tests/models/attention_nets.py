@@ -186,9 +186,7 @@ MODELS = [
         {**SEGFORMER, **STILL, "classifier_dropout_prob": 0.0},
     ),
     net("PvtForImageClassification", SQUARE, CLASSES, PVT),
-    net(
-        "PvtV2ForImageClassification", LARGE, CLASSES, {**PYRAMID, "sr_ratios": [4, 2]}, **LONG
-    ),
+    net("PvtV2ForImageClassification", LARGE, CLASSES, {**PYRAMID, "sr_ratios": [4, 2]}, **LONG),
     net("GPT2LMHeadModel", WORDED, NEXT, {**GPT2, **GPT2_STILL}),
     net("GPT2LMHeadModel", WORDED, PADDED, {**GPT2, **GPT2_STILL}, notes="padding mask", **LONG),
     net("GPT2LMHeadModel", WORDED, NEXT, {**GPT2, **GPT2_STILL, **EAGER}, notes="eager", **LONG),
@@ -198,7 +196,9 @@ MODELS = [
     net("EsmForMaskedLM", WORDED, LABELLED, {**ESM, **TEXT_STILL}, notes="rotary"),
     net("EsmForMaskedLM", WORDED, LABELLED, {**ESM, **TEXT_STILL, **EAGER}, notes="eager", **LONG),
     net("BertForMaskedLM", WORDED, LABELLED, {**TEXT, **TEXT_STILL}, **LONG),
-    net("BertForMaskedLM", WORDED, LABELLED, {**TEXT, **TEXT_STILL, **EAGER}, notes="eager", **LONG),
+    net(
+        "BertForMaskedLM", WORDED, LABELLED, {**TEXT, **TEXT_STILL, **EAGER}, notes="eager", **LONG
+    ),
     transformers(
         name="CLIPModel",
         build=lambda: clip(**SMALL),
