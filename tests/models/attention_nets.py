@@ -123,7 +123,7 @@ def clip(**tower: Any) -> nn.Module:
 
 
 CLASSES: Options = {"call": lambda model, x: model(x).logits, "loss": "cross entropy"}
-HIDDEN: Options = {"call": lambda model, x: model(x).last_hidden_state}
+HIDDEN: Options = {"call": lambda model, x: [*model(x).values()]}
 NEXT: Options = {"call": next_token, "loss": "own", "words": WORDS, "split": 1}
 PADDED: Options = {**NEXT, "call": padded}
 LABELLED: Options = {**NEXT, "call": labelled, "unused": True}
@@ -150,7 +150,7 @@ MODELS = [
     net("ViTForImageClassification", TALL, CLASSES, VIT),
     net("ViTForImageClassification", TALL, CLASSES, {**VIT, **EAGER}, notes="eager", **LONG),
     net("ViTModel", (2, 3, 45, 24), HIDDEN, VIT | {"image_size": (45, 24)}, unused=True, **LONG),
-    net("Dinov2ForImageClassification", (2, 3, 46, 32), CLASSES, DINO, unused=True),
+    net("Dinov2ForImageClassification", (2, 3, 24, 24), CLASSES, DINO, unused=True),
     net("Dinov2WithRegistersModel", (2, 3, 46, 32), HIDDEN, DINO, unused=True, **LONG),
     net(
         "BeitForImageClassification",
