@@ -4,45 +4,27 @@ from __future__ import annotations
 
 from models.entry import Model, made, of
 
-diffusers, monai = of("diffusers"), of("monai")
-
-_ATTENTION = {
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-}
+monai = of("monai")
 
 REFUSED: dict[str, tuple[Model, str]] = {
     model.key: (model, operation)
     for operation, model in [
         (
-            "scaled_dot_product_attention",
-            diffusers(
-                name="UNet2DModel",
+            "__getitem__",
+            monai(
+                name="MaskedAutoEncoderViT",
                 build=made(
-                    "diffusers.UNet2DModel",
-                    in_channels=2,
-                    out_channels=2,
-                    block_out_channels=(4, 8),
-                    norm_num_groups=2,
-                    **_ATTENTION,
+                    "monai.networks.nets.MaskedAutoEncoderViT",
+                    *(1, (20, 8), (4, 4), 12, 16, 1, 3),
+                    decoder_hidden_size=12,
+                    decoder_mlp_dim=16,
+                    decoder_num_layers=1,
+                    decoder_num_heads=3,
+                    spatial_dims=2,
                 ),
-                shape=(2, 2, 18, 8),
-                call=lambda model, x: model(x, 7).sample,
-                notes="with attention",
-            ),
-        ),
-        (
-            "cdist",
-            diffusers(
-                name="VQModel",
-                build=made(
-                    "diffusers.VQModel",
-                    norm_num_groups=2,
-                    num_vq_embeddings=8,
-                    block_out_channels=(4,),
-                    mid_block_add_attention=False,
-                ),
-                shape=(2, 3, 18, 8),
+                shape=(2, 1, 20, 8),
+                call=lambda model, x: model(x)[0],
+                notes="picks tokens at random",
             ),
         ),
         (
