@@ -21,6 +21,11 @@ def made(path: str, *args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)(*args, **options)
 
 
+def normal(*shape: int) -> Tensor:
+    """Numbers for what a model is given beside its input, always the same."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
 @dataclass(frozen=True)
 class Model:
     """A model of some package, its sample, and how it trains.

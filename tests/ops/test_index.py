@@ -180,12 +180,29 @@ def test_writing_into_slices(dim):
     check(write, [X, values], [dim, None], sizes=SIZES)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_writing_beside_merged_dims(dim):
+    """Rotary embeddings written by halves: `out = empty_like(q); out[..., 0::2] = ...`."""
+
+    def rotated(x):
+        x = x.flatten(0, 1) if dim < 2 else x.flatten(1)
+        x = x.unflatten(1, (-1, 3)).mT
+        y = torch.zeros_like(x)
+        y[..., 0, :] = x[..., 1, :] * x[..., 0, :]
+        y[..., 1:, :] = x[..., :2, :]
+        y[y > 1.5] = 0
+        return y * x
+
+    check(rotated, [X], [dim], sizes=SIZES)
+
+
 @pytest.mark.parametrize(
     ("fn", "match"),
     [
         (lambda x: x[x > 0], "the mask is itself split"),
         (lambda x: x.__setitem__((0, ROWS), 1.0), "is split"),
         (lambda x: x.__setitem__((x > 0).long(), 1.0), "a split index"),
+        (lambda x: x.flatten(0, 1).__setitem__(slice(3, 9), 1.0), "rows of merged dims"),
         (lambda x: x.unbind(1), "every row"),
     ],
 )

@@ -15,7 +15,7 @@ from shardfield.constant import constant
 from shardfield.layout import Dim, Factor, Layout, wrapped
 from shardfield.operands import block, broadcast_layouts
 from shardfield.picked import picked
-from shardfield.ranges import Cut, cut_of, sliced
+from shardfield.ranges import Cut, cut_of, slice_plan, sliced
 from shardfield.registry import register, unsupported, used
 from shardfield.tensor import ShardTensor, local_of, marked, result, wrap
 
@@ -277,12 +277,17 @@ def _whole(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 @register(_T.__setitem__, uses=False)
 def setitem(op, input, index, value):
-    """Writes into slices, every rank its own rows. Comm: none, but to move a split `value`."""
+    """Writes into slices, every rank its own rows. Comm: none, but to move a split `value`.
+
+    A slice of a merged dim that would first have to move is refused.
+    """
     _refuse_writing(op, input, index, value)
     if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
         _set_masked(op, input, index, value)
         return
     parsed = _parsed(op, input, index)
+    if slice_plan(input._layout, parsed.cuts).source is not input._layout:
+        raise _unwritable(op, input, "rows of merged dims")
     if parsed.picked:
         _set_picked(op, input, parsed, value)
         return
@@ -318,15 +323,13 @@ def _refuse_writing(op, input, index, value) -> None:
             "in-place",
             ((input, index, value),),
         )
-    merged = [d for d in range(len(input._layout.dims)) if input._layout.contiguous(d) is None]
-    if input._moved or merged:
-        raise unsupported(
-            op,
-            f"it writes into {'a view whose data had to move' if input._moved else 'merged dims'}",
-            "write before reshaping, or use torch.where",
-            "in-place",
-            (input,),
-        )
+    if input._moved:
+        raise _unwritable(op, input, "a view whose data had to move")
+
+
+def _unwritable(op, input: ShardTensor, what: str):
+    fix = "write before reshaping, or use torch.where"
+    return unsupported(op, f"it writes into {what}", fix, "in-place", (input,))
 
 
 def _set_masked(op, input: ShardTensor, mask, value) -> None:
