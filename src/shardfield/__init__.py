@@ -16,6 +16,7 @@ from shardfield.distribute import (
 from shardfield.errors import LayoutError, RankFailure, ShardfieldError, UnsupportedOperation
 from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
+from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
 from shardfield.parallel import compile, parallelize
 from shardfield.registry import allow_gather, register
@@ -34,6 +35,7 @@ __all__ = [
     "UnsupportedOperation",
     "allow_gather",
     "arange",
+    "attention_algorithm",
     "comm",
     "compile",
     "distribute_tensor",
@@ -46,6 +48,7 @@ __all__ = [
     "ones",
     "ops",
     "parallelize",
+    "plan_attention",
     "rand",
     "randn",
     "register",
