@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from models.entry import made, of
 
 diffusers = of("diffusers")
@@ -9,6 +10,11 @@ diffusers = of("diffusers")
 
 def _sample(model, x):
     return model(x).sample
+
+
+def _sample_and_loss(model, x):
+    output = model(x)
+    return [output.sample, output.commit_loss]
 
 
 MODELS = [
@@ -152,5 +158,68 @@ MODELS = [
         split=3,
         call=_sample,
         notes="video, rows split",
+    ),
+    diffusers(
+        name="VQModel",
+        build=made(
+            "diffusers.VQModel",
+            norm_num_groups=2,
+            num_vq_embeddings=8,
+            block_out_channels=(4,),
+            mid_block_add_attention=False,
+        ),
+        shape=(2, 3, 18, 8),
+        call=_sample_and_loss,
+    ),
+    diffusers(
+        name="UNet2DModel",
+        build=made(
+            "diffusers.UNet2DModel",
+            in_channels=2,
+            out_channels=2,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(4, 8),
+            norm_num_groups=2,
+            attention_head_dim=4,
+        ),
+        shape=(2, 2, 18, 8),
+        call=lambda model, x: model(x, 7).sample,
+        notes="with attention",
+    ),
+    diffusers(
+        name="UNet2DConditionModel",
+        build=made(
+            "diffusers.UNet2DConditionModel",
+            in_channels=2,
+            out_channels=2,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            block_out_channels=(4, 8),
+            layers_per_block=1,
+            norm_num_groups=2,
+            cross_attention_dim=6,
+            attention_head_dim=2,
+        ),
+        shape=(2, 2, 18, 8),
+        call=lambda model, x: model(x, 7, torch.ones(2, 3, 6)).sample,
+        long=True,
+        notes="self- and cross-attention",
+    ),
+    diffusers(
+        name="AsymmetricAutoencoderKL",
+        build=made(
+            "diffusers.AsymmetricAutoencoderKL",
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            down_block_out_channels=(4, 8),
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            up_block_out_channels=(4, 8),
+            norm_num_groups=2,
+        ),
+        shape=(2, 3, 18, 8),
+        call=_sample,
+        unused=True,
+        long=True,
+        notes="with attention",
     ),
 ]

@@ -74,6 +74,7 @@ MODELS = [
             f"{NETS}.SegResNetVAE", (16, 8, 8), blocks_down=(1, 1, 1), blocks_up=(1, 1), vae_nz=8
         ),
         shape=(1, 1, 16, 8, 8),
+        unused=True,
     ),
     monai(
         name="SegResNetDS",
@@ -268,17 +269,38 @@ MODELS = [
         long=True,
     ),
     monai(
-        name="AHNet",
-        build=made(f"{NETS}.AHNet", (1, 1, 1, 1), 3, 1, 2, 2, "transpose"),
-        shape=(1, 1, 48, 32, 32),
-        loss="cross entropy",
+        name="DiffusionModelUNet",
+        build=made(
+            f"{NETS}.DiffusionModelUNet",
+            3,
+            1,
+            1,
+            num_res_blocks=1,
+            channels=(4, 8),
+            attention_levels=(False, True),
+            norm_num_groups=2,
+            num_head_channels=4,
+        ),
+        shape=(1, 1, 18, 8, 8),
+        call=lambda model, x: model(x, torch.tensor([7])),
         long=True,
+        notes="with attention",
     ),
-    monai(name="DAF3D", build=made(f"{NETS}.DAF3D", 1, 2), shape=(1, 1, 40, 16, 16), long=True),
     monai(
-        name="HoVerNet",
-        build=made(f"{NETS}.HoVerNet", "fast"),
-        shape=(1, 3, 256, 256),
+        name="UNETR",
+        build=made(f"{NETS}.UNETR", 1, 2, (32, 16, 16), 4, 8, 16, 2),
+        shape=(1, 1, 32, 16, 16),
         long=True,
+        notes="a vision transformer and a decoder",
+        unused=True,
+    ),
+    monai(
+        name="SwinUNETR",
+        build=made(
+            f"{NETS}.SwinUNETR", 1, 2, feature_size=12, depths=(1,) * 4, num_heads=(1, 1, 2, 2)
+        ),
+        shape=(1, 1, 64, 32, 32),
+        long=True,
+        notes="shifted windows of attention",
     ),
 ]

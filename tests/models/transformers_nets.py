@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from models.entry import of
 from torch import nn
 
@@ -31,12 +32,19 @@ def _features(model, x):
     return [output.last_hidden_state, output.pooler_output]
 
 
-def classifier(kind: str, shape: tuple[int, ...], call=_logits, notes: str = "", **config: Any):
+def classifier(
+    kind: str, shape: tuple[int, ...], call=_logits, notes: str = "", long: bool = False, **config
+):
     """An entry of a model that classifies images into three classes."""
     name = f"{kind}ForImageClassification"
-    build = untrained(name, num_labels=3, **config)
     return transformers(
-        name=name, build=build, shape=shape, loss="cross entropy", call=call, notes=notes
+        name=name,
+        build=untrained(name, num_labels=3, **config),
+        shape=shape,
+        loss="cross entropy",
+        call=call,
+        notes=notes,
+        long=long,
     )
 
 
@@ -123,6 +131,8 @@ MODELS = [
         depth_coefficient=0.1,
         depth_divisor=2,
         hidden_dim=128,
+        dropout_rate=0.0,
+        initializer_range=0.3,
     ),
     classifier(
         "PoolFormer",
@@ -224,5 +234,76 @@ MODELS = [
         shape=(2, 25, 6),
         split=1,
         notes="vocoder, frames split",
+    ),
+    transformers(
+        name="UnivNetModel",
+        build=untrained(
+            "UnivNetModel",
+            model_in_channels=4,
+            model_hidden_channels=4,
+            num_mel_bins=6,
+            resblock_kernel_sizes=[3],
+            resblock_stride_sizes=[4],
+            resblock_dilation_sizes=[[1, 3]],
+            kernel_predictor_hidden_channels=4,
+            kernel_predictor_num_blocks=1,
+        ),
+        shape=(2, 20, 6),
+        split=1,
+        call=lambda model, x: model(x, torch.ones(2, 20, 4)).waveforms,
+        notes="vocoder with predicted kernels, frames split",
+    ),
+    transformers(
+        name="SegformerForSemanticSegmentation",
+        build=untrained(
+            "SegformerForSemanticSegmentation",
+            depths=[1, 1],
+            num_encoder_blocks=2,
+            hidden_sizes=[4, 8],
+            num_attention_heads=[1, 2],
+            sr_ratios=[2, 1],
+            strides=[4, 2],
+            patch_sizes=[7, 3],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=8,
+            num_labels=3,
+        ),
+        shape=IMAGE,
+        loss="cross entropy",
+        call=_logits,
+        long=True,
+        notes="attention, dropout",
+    ),
+    classifier(
+        "PvtV2",
+        IMAGE,
+        notes="attention",
+        long=True,
+        hidden_sizes=[4, 8],
+        depths=[1, 1],
+        num_attention_heads=[1, 2],
+        sr_ratios=[2, 1],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        mlp_ratios=[2, 2],
+        num_encoder_blocks=2,
+    ),
+    classifier(
+        "SwiftFormer",
+        (2, 3, 77, 64),
+        notes="additive attention",
+        long=True,
+        depths=[1] * 4,
+        embed_dims=[4, 4, 8, 8],
+    ),
+    classifier(
+        "MobileViTV2",
+        (2, 3, 96, 64),
+        notes="separable attention",
+        long=True,
+        width_multiplier=0.1,
+        mlp_ratio=1,
+        base_attn_unit_dims=[8] * 3,
+        n_attn_blocks=[1] * 3,
     ),
 ]
