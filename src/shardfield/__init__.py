@@ -2,7 +2,7 @@
 
 import torch
 
-from shardfield import comm, ops
+from shardfield import comm, nn, ops
 from shardfield.distribute import (
     arange,
     distribute_tensor,
@@ -16,6 +16,7 @@ from shardfield.distribute import (
 from shardfield.errors import LayoutError, RankFailure, ShardfieldError, UnsupportedOperation
 from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
+from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
 from shardfield.parallel import compile, parallelize
 from shardfield.registry import allow_gather, register
@@ -34,6 +35,7 @@ __all__ = [
     "UnsupportedOperation",
     "allow_gather",
     "arange",
+    "attention_algorithm",
     "comm",
     "compile",
     "distribute_tensor",
@@ -42,9 +44,11 @@ __all__ = [
     "init_mesh",
     "linspace",
     "local_slices",
+    "nn",
     "ones",
     "ops",
     "parallelize",
+    "plan_attention",
     "rand",
     "randn",
     "register",

@@ -33,7 +33,7 @@ What a caller has to know:
   `parallelize(..., find_unused_parameters=True)`, as with `DistributedDataParallel` alone.
 - Dropout and other random numbers of split tensors follow the global index. They do not depend on
   the ranks or the split, but are not the numbers that torch would draw; the tests give plain torch
-  the same.
+  the same, or compare with the same program on one rank (*one rank*).
 """
 
 REFUSALS = """\
@@ -65,9 +65,11 @@ def page() -> str:
 def _rows(models: Iterable[Model]) -> Iterable[str]:
     for model in models:
         sizes = [f"**{n}**" if d == model.split else str(n) for d, n in enumerate(model.shape)]
-        notes = [model.notes, "*unused*" if model.unused else "", "*conformance*" * model.long]
+        flags = {"unused": model.unused, "one rank": model.drawn, "conformance": model.long}
+        notes = [model.notes, *(f"*{flag}*" for flag, given in flags.items() if given)]
         notes = "; ".join(note for note in notes if note)
-        yield f"| `{model.name}` | {len(model.shape) - 2}-D | {' x '.join(sizes)} | {notes} |"
+        kind = "tokens" if model.words else f"{len(model.shape) - 2}-D"
+        yield f"| `{model.name}` | {kind} | {' x '.join(sizes)} | {notes} |"
 
 
 def _versions() -> dict[str, str]:

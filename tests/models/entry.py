@@ -21,6 +21,11 @@ def made(path: str, *args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)(*args, **options)
 
 
+def normal(*shape: int) -> Tensor:
+    """Numbers for what a model is given beside its input, always the same."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
 @dataclass(frozen=True)
 class Model:
     """A model of some package, its sample, and how it trains.
@@ -33,6 +38,9 @@ class Model:
         loss: One of `training.LOSSES`.
         call: The forward: what to compute from the model and its input.
         split: The dim of the input that is split.
+        words: The input is a sequence of tokens, of so many kinds.
+        drawn: It draws numbers where plain torch cannot be given the same ones: the reference is
+            this program on one rank.
         unused: Some parameters take no part, so that DDP has to look for them.
         long: Too long for the suite; runs in the conformance run.
         notes: For the documentation.
@@ -45,6 +53,8 @@ class Model:
     loss: str = "mse"
     call: Callable[[nn.Module, Tensor], Any] = lambda model, x: model(x)
     split: int = 2
+    words: int = 0
+    drawn: bool = False
     unused: bool = False
     long: bool = False
     notes: str = ""
@@ -65,12 +75,14 @@ class Model:
     def sample(self, step: int) -> Tensor:
         """The whole input of a training step."""
         generator = torch.Generator().manual_seed(step)
+        if self.words:
+            return torch.randint(3, self.words, self.shape, generator=generator)
         return torch.randn(self.shape, dtype=torch.float64, generator=generator)
 
     def extents(self, ranks: int) -> tuple[int, ...]:
         """Rows of each rank: uneven, and cut at odd rows, which no stride divides."""
         rows = self.shape[self.split]
-        weights = {2: (3, 2), 3: (4, 2, 3)}[ranks]
+        weights = {1: (1,), 2: (3, 2), 3: (4, 2, 3)}[ranks]
         points = [sum(weights[:n]) * rows // sum(weights) | 1 for n in range(1, ranks)]
         return tuple(b - a for a, b in zip([0, *points], [*points, rows], strict=True))
 

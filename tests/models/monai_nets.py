@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import torch
-from models.entry import made, of
+from models.entry import made, normal, of
 
 monai = of("monai")
 NETS = "monai.networks.nets"
 
 BLOCKS = ["r1_k3_s11_e1_i32_o16_se0.25", "r2_k5_s22_e3_i16_o24_se0.25"]
+DIFFUSION = {
+    "spatial_dims": 2,
+    "in_channels": 1,
+    "out_channels": 1,
+    "num_res_blocks": (1, 1),
+    "channels": (4, 8),
+    "attention_levels": (False, True),
+    "norm_num_groups": 2,
+    "num_head_channels": 4,
+}
 WITHOUT_ATTENTION = {
     "attention_levels": (False, False),
     "with_encoder_nonlocal_attn": False,
@@ -269,38 +279,135 @@ MODELS = [
         long=True,
     ),
     monai(
-        name="DiffusionModelUNet",
+        name="ViT",
         build=made(
-            f"{NETS}.DiffusionModelUNet",
-            3,
-            1,
-            1,
-            num_res_blocks=1,
-            channels=(4, 8),
-            attention_levels=(False, True),
-            norm_num_groups=2,
-            num_head_channels=4,
+            f"{NETS}.ViT",
+            *(1, (18, 8), (3, 4), 12, 16, 2, 3),
+            classification=True,
+            num_classes=3,
+            dropout_rate=0.1,
+            spatial_dims=2,
+            qkv_bias=True,
         ),
-        shape=(1, 1, 18, 8, 8),
-        call=lambda model, x: model(x, torch.tensor([7])),
-        long=True,
-        notes="with attention",
+        shape=(2, 1, 18, 8),
+        call=lambda model, x: model(x)[0],
+        unused=True,
+        notes="class token, dropout; patches of 3 rows",
+    ),
+    monai(
+        name="ViT",
+        build=made(
+            f"{NETS}.ViT",
+            *(1, (20, 8, 8), (4, 4, 4), 12, 16, 2, 3, "perceptron", "sincos"),
+            dropout_rate=0.1,
+        ),
+        shape=(2, 1, 20, 8, 8),
+        call=lambda model, x: model(x)[0],
+        unused=True,
+        notes="patches by a view, dropout",
     ),
     monai(
         name="UNETR",
-        build=made(f"{NETS}.UNETR", 1, 2, (32, 16, 16), 4, 8, 16, 2),
-        shape=(1, 1, 32, 16, 16),
-        long=True,
-        notes="a vision transformer and a decoder",
+        build=made(f"{NETS}.UNETR", 1, 2, (48, 16, 16), 4, 12, 16, 3, dropout_rate=0.1),
+        shape=(2, 1, 48, 16, 16),
+        loss="cross entropy",
         unused=True,
+        notes="patches of 16 rows, dropout",
     ),
     monai(
         name="SwinUNETR",
         build=made(
-            f"{NETS}.SwinUNETR", 1, 2, feature_size=12, depths=(1,) * 4, num_heads=(1, 1, 2, 2)
+            f"{NETS}.SwinUNETR",
+            *(1, 2, 2, (2, 1, 1, 1), (1, 2, 2, 2), 3),
+            feature_size=12,
+            drop_rate=0.1,
+            attn_drop_rate=0.1,
+            dropout_path_rate=0.1,
+            spatial_dims=2,
+        ),
+        shape=(2, 1, 64, 32),
+        loss="cross entropy",
+        notes="shifted windows of 3, padded; dropout, drop path",
+    ),
+    monai(
+        name="SwinUNETR",
+        build=made(
+            f"{NETS}.SwinUNETR",
+            *(1, 2, 2, (2, 1, 1, 1), (1, 2, 2, 2), (5, 3, 2)),
+            feature_size=12,
+            use_v2=True,
+            downsample="mergingv2",
         ),
         shape=(1, 1, 64, 32, 32),
+        loss="cross entropy",
         long=True,
-        notes="shifted windows of attention",
+        notes="3-D, shifted windows of 5 x 3 x 2, version 2",
+    ),
+    monai(
+        name="ViTAutoEnc",
+        build=made(
+            f"{NETS}.ViTAutoEnc",
+            *(1, (32, 16, 16), (4, 4, 4)),
+            hidden_size=12,
+            mlp_dim=16,
+            num_layers=2,
+            num_heads=3,
+            deconv_chns=4,
+            dropout_rate=0.1,
+        ),
+        shape=(2, 1, 32, 16, 16),
+        call=lambda model, x: model(x)[0],
+        unused=True,
+        notes="dropout",
+    ),
+    monai(
+        name="AutoencoderKL",
+        build=made(
+            f"{NETS}.AutoencoderKL",
+            *(3, 1, 1, (1, 1), (4, 8), (False, True), 2, 2),
+            use_flash_attention=True,
+        ),
+        shape=(1, 1, 20, 8, 8),
+        notes="fused attention; the posterior is sampled",
+    ),
+    monai(
+        name="DiffusionModelUNet",
+        build=made(f"{NETS}.DiffusionModelUNet", **DIFFUSION),
+        shape=(2, 1, 18, 8),
+        call=lambda model, x: model(x, torch.tensor([3, 7])),
+        notes="attention",
+    ),
+    monai(
+        name="DiffusionModelUNet",
+        build=made(
+            f"{NETS}.DiffusionModelUNet",
+            **DIFFUSION,
+            with_conditioning=True,
+            cross_attention_dim=6,
+            dropout_cattn=0.1,
+            use_flash_attention=True,
+        ),
+        shape=(2, 1, 18, 8),
+        call=lambda model, x: model(x, torch.tensor([3, 7]), normal(2, 3, 6)),
+        notes="fused attention to itself and to a text, dropout",
+    ),
+    monai(
+        name="SPADEDiffusionModelUNet",
+        build=made(f"{NETS}.SPADEDiffusionModelUNet", label_nc=1, **DIFFUSION),
+        shape=(2, 1, 18, 8),
+        call=lambda model, x: model(x, torch.tensor([3, 7]), x),
+        long=True,
+        notes="attention",
+    ),
+    monai(
+        name="ControlNet",
+        build=made(
+            f"{NETS}.ControlNet",
+            **{name: value for name, value in DIFFUSION.items() if name != "out_channels"},
+            conditioning_embedding_num_channels=(4,),
+        ),
+        shape=(2, 1, 18, 8),
+        call=lambda model, x: model(x, torch.tensor([3, 7]), x),
+        notes="attention",
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -27,8 +28,14 @@ Values = dict[str, Tensor]
 def alone(rank: Rank, key: str) -> Values:
     """Plain torch in one process, but for its random numbers: those that the ranks draw."""
     model = table.MODELS[key]
-    with _float64(), SameDraws(rank.mesh(domain=1), model):
-        return _trained(model, model.network(), lambda x: x)
+    mesh = rank.mesh(domain=1)
+    with _float64():
+        with Draws() as draws:
+            model.call(
+                model.network(), sf.distribute_tensor(model.sample(0), mesh, [Shard(model.split)])
+            )
+        with SameDraws(mesh, draws.noted):
+            return _trained(model, model.network(), lambda x: x)
 
 
 def on_ranks(rank: Rank, key: str, backend: str = "") -> tuple[Values | None, bool]:
@@ -128,26 +135,70 @@ def _classes(output: Tensor, step: int) -> Tensor:
     return F.cross_entropy(output, torch.randint(output.shape[1], shape, generator=generator))
 
 
-LOSSES = {"mse": _squares, "cross entropy": _classes}
+LOSSES = {"mse": _squares, "cross entropy": _classes, "own": lambda output, step: output}
 
-_DRAWS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.rand_like, torch.randn_like}
+_DRAWS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.scaled_dot_product_attention,
+    torch.rand_like,
+    torch.randn_like,
+}
+
+
+class Draws(TorchFunctionMode):
+    """Notes, of every call that draws numbers, whether it draws them for a sharded tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Any, bool]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _DRAWS:
+            self.noted.append((func, _sharded(args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def _sharded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    return any(isinstance(value, sf.ShardTensor) for value in (*args, *(kwargs or {}).values()))
 
 
 class SameDraws(TorchFunctionMode):
     """Has plain torch draw what a sharded run draws: numbers that follow the global index.
 
-    What is left after a pooling over everything is plain in both, and drawn by torch itself.
+    What is plain in the sharded run too is drawn by torch itself.
+
+    Args:
+        mesh: of one rank.
+        noted: by `Draws`, of one forward; all forwards are taken to be alike.
     """
 
-    def __init__(self, mesh: DeviceMesh, model: Model) -> None:
+    def __init__(self, mesh: DeviceMesh, noted: list[tuple[Any, bool]]) -> None:
         super().__init__()
-        self.mesh, self.dims, self.split = mesh, len(model.shape), model.split
+        self.mesh, self.noted = mesh, cycle(noted)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in _DRAWS or isinstance(args[0], sf.ShardTensor):
+        if func not in _DRAWS or _sharded(args, kwargs):
             return func(*args, **kwargs)
-        if args[0].ndim < self.dims or args[0].shape[self.split] == 1:
+        noted, sharded = next(self.noted)
+        assert noted is func, "a forward draws other numbers than the one that was noted"
+        if not sharded:
             return func(*args, **kwargs)
-        x = sf.from_local(args[0], self.mesh, [Shard(self.split)])
-        return func(x, *args[1:], **kwargs).to_local()
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return self._keyed(func, *args, **kwargs)
+
+    def _keyed(self, func, x, *args, **kwargs):
+        return func(sf.from_local(x, self.mesh, [Shard(0)]), *args, **kwargs).to_local()
+
+    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, **options):
+        """Written out where it drops weights, so that these are the sharded run's."""
+        if not dropout_p:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        assert attn_mask is None and not options.get("is_causal")
+        scale = options.get("scale") or query.shape[-1] ** -0.5
+        weights = (query @ key.mT * scale).softmax(-1)
+        return self._keyed(F.dropout, weights, dropout_p) @ value

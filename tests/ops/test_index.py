@@ -107,6 +107,61 @@ def test_index_tensors_along_whole_dims():
     check(picked, [X], [1], sizes=SIZES, double=True)
 
 
+ROWS, SPOTS = torch.tensor([2, 0, 0, -1]), torch.tensor([[0, 5], [-2, 4]])
+
+
+def picked(x):
+    return (
+        x[:, ROWS],
+        x[..., SPOTS],
+        x[ROWS, :, 2 * ROWS],
+        x.index_select(2, ROWS.abs()),
+        x[SPOTS % 3, SPOTS],
+        x[None, 1, :, None, ROWS],
+        x[:, SPOTS, 1:, None],
+        x[:, ROWS[:0]],
+        (x > 1)[:, SPOTS],
+        (10 * x).long()[ROWS, SPOTS[:, :1]],
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rows_that_an_index_tensor_picks_of_a_split_dim_go_to_every_rank(dim):
+    check(picked, [X], [dim], sizes=SIZES, double=True)
+
+
+def test_index_tensors_on_a_grid_of_ranks_and_compiled():
+    sizes = [{"h": (4, 3), "w": (1, 8)}, {"h": (0, 7), "w": (9, 0)}]
+    check(picked, [X], [{1: "h", 2: "w"}], (4,), sizes)
+    check(picked, [X], [1], (2,), [(4, 3)], compiled=True)
+
+
+def test_plain_masks_of_split_dims():
+    mask = torch.tensor([True, False, True])
+
+    def masked(x):
+        return x[mask] * 2, x[mask.repeat(7, 1).T] * 2, x[:, :, X[0, 0] > 0] * 2
+
+    for dim in range(3):
+        check(masked, [X], [dim], sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    "splits", [(None, 0), (1, None), (1, 0), (0, 0), ({1: "h"}, {0: "w"})], ids=str
+)
+def test_split_index_tensors(splits):
+    index = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 2]])
+
+    def some(x, i):
+        y = x.sin().exp().cos().sin().exp()
+        return [p.sin().exp().cos() for p in (y[i], y[:, i], y[..., i + 1], y[i, :, 2 * i])]
+
+    once = {"dtype": torch.float64, "subgroup": False}
+    parity(some, [X, index], splits, sizes=[(2, 5), (0, 7), (3, 0), (1, 1, 2)], double=True, **once)
+    if splits == (1, 0):
+        parity(some, [X, index], splits, (2,), [(3, 4)], compiled=True, **once)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_writing_into_slices(dim):
     values = torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
@@ -125,12 +180,29 @@ def test_writing_into_slices(dim):
     check(write, [X, values], [dim, None], sizes=SIZES)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_writing_beside_merged_dims(dim):
+    """Rotary embeddings written by halves: `out = empty_like(q); out[..., 0::2] = ...`."""
+
+    def rotated(x):
+        x = x.flatten(0, 1) if dim < 2 else x.flatten(1)
+        x = x.unflatten(1, (-1, 3)).mT
+        y = torch.zeros_like(x)
+        y[..., 0, :] = x[..., 1, :] * x[..., 0, :]
+        y[..., 1:, :] = x[..., :2, :]
+        y[y > 1.5] = 0
+        return y * x
+
+    check(rotated, [X], [dim], sizes=SIZES)
+
+
 @pytest.mark.parametrize(
     ("fn", "match"),
     [
-        (lambda x: x[x > 0], "the index is itself split"),
-        (lambda x: x[:, torch.tensor([0, 1])], "is split"),
-        (lambda x: x.index_select(1, torch.tensor([0, 1])), "is split"),
+        (lambda x: x[x > 0], "the mask is itself split"),
+        (lambda x: x.__setitem__((0, ROWS), 1.0), "is split"),
+        (lambda x: x.__setitem__((x > 0).long(), 1.0), "a split index"),
+        (lambda x: x.flatten(0, 1).__setitem__(slice(3, 9), 1.0), "rows of merged dims"),
         (lambda x: x.unbind(1), "every row"),
     ],
 )
@@ -138,7 +210,7 @@ def test_what_differs_between_ranks_is_refused(fn, match):
     refused(fn, [X], [1], match=match, sizes=[(4, 3)], ranks=(2,))
 
 
-@pytest.mark.parametrize("index", [(0, 7), (0, -8), (0, 0, 0, 0)])
+@pytest.mark.parametrize("index", [(0, 7), (0, -8), (0, 0, 0, 0), (0, torch.tensor([7]))])
 def test_errors_of_indices_are_those_of_torch(index):
     refused(lambda x: x[index], [X], [1], error=IndexError, sizes=[(4, 3)], ranks=(2,))
 

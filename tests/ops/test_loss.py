@@ -345,7 +345,10 @@ def test_split_classes_send_largest_logits_and_sums_but_no_logits(smoothing):
         assert operations == [("all_reduce", n) for n in largest_and_sums + picked]
 
 
-def test_compiled():
+@pytest.mark.parametrize(
+    ("split", "sizes"), [(2, (3, 6)), pytest.param(1, (5, 0), marks=pytest.mark.conformance)]
+)
+def test_compiled(split, sizes):
     def some(x, target, index):
         return (
             F.mse_loss(x, target),
@@ -357,8 +360,7 @@ def test_compiled():
         )
 
     inputs = [X, TARGET, INDEX]
-    for split, sizes in ((2, (3, 6)), (1, (5, 0))):
-        parity(some, inputs, [split, None, None], (2,), [sizes], compiled=True, dtype=torch.float64)
+    parity(some, inputs, [split, None, None], (2,), [sizes], compiled=True, dtype=torch.float64)
 
 
 def test_wrong_arguments():

@@ -112,11 +112,13 @@ def test_any_size(data):
     size, out = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 30))
     extents = data.draw(splits(size, ranks))
     mode = data.draw(st.sampled_from(["nearest", "nearest-exact", "bilinear", "bicubic"]))
-    corners = {} if mode.startswith("nearest") else {"align_corners": data.draw(st.booleans())}
+    more = {}
+    if not mode.startswith("nearest"):
+        more = {"align_corners": data.draw(st.booleans()), "antialias": data.draw(st.booleans())}
     x = torch.randn(1, 2, size, 3, generator=torch.Generator().manual_seed(1))
 
     def resize(x):
-        return F.interpolate(x, (out, 3), mode=mode, **corners)
+        return F.interpolate(x, (out, 3), mode=mode, **more)
 
     parity(resize, [x], [2], (ranks,), [extents], dtype=torch.float64, subgroup=False)
 

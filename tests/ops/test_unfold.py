@@ -43,7 +43,8 @@ def test_unfold_and_fold(dim):
 
 def test_on_a_grid_of_ranks_and_compiled():
     check(columns, [X], [{2: "h", 3: "w"}], (4,), [{"h": (7, 1), "w": (2, 3)}])
-    check(columns, [X], [2], (2,), [(5, 3)], compiled=True)
+    both = lambda x: (*columns(x), x.unfold(2, 3, 2))  # noqa: E731
+    check(both, [X], [2], (2,), [(5, 3)], compiled=True)
 
 
 @pytest.mark.parametrize("dim", [1, 2])

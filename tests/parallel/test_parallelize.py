@@ -363,3 +363,29 @@ def test_what_cannot_be_wrapped_is_refused():
         assert sf.parallelize(frozen, mesh) is frozen
 
     rank_pool(2).run(body)
+
+
+class WrittenLast(nn.Module):
+    """Its last result is written in place after it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.used(x)
+        x *= 2
+        return x
+
+
+def _looks_for_unused(rank):
+    mesh = rank.mesh(domain=2)
+    torch.manual_seed(0)
+    net = sf.parallelize(WrittenLast(), mesh, find_unused_parameters=True)
+    x = sf.distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], None)
+    net(x).sum().backward()
+    return net.module.used.bias.grad.tolist(), net.module.unused.bias.grad
+
+
+def test_unused_parameters_are_looked_for_behind_a_result_written_in_place():
+    assert rank_pool(2).run(_looks_for_unused) == [([8.0] * 3, None)] * 2

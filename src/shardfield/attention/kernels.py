@@ -136,13 +136,17 @@ def _flash(q: Tensor, block: Block) -> bool:
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A bias as the memory-efficient kernel takes it: whole, its rows 16 bytes apart."""
+    """A bias as the memory-efficient kernel takes it: of all scores, its rows 16 bytes apart.
+
+    Samples and heads that share one share its memory.
+    """
     if bias is None:
         return None
-    shape = (*q.shape[:3], k.shape[2])
-    padding = -k.shape[2] % 8
-    bias = bias.expand(shape)
-    return torch.nn.functional.pad(bias, (0, padding))[..., : k.shape[2]] if padding else bias
+    keys = k.shape[2]
+    bias, padding = bias.expand(*bias.shape[:3], keys), -keys % 8
+    if padding:
+        bias = torch.nn.functional.pad(bias, (0, padding))[..., :keys]
+    return bias.expand(*q.shape[:3], keys)
 
 
 _TILE = 1 << 24

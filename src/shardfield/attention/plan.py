@@ -152,10 +152,7 @@ def key_steps(
         together: one exchange and one block (gather), else one rank's block at a time (ring).
     """
     ranks = len(keys)
-    if together:
-        rounds = [tuple(range(1, ranks))]
-    else:
-        rounds = [(), *((hop,) for hop in range(1, ranks))]
+    rounds = [tuple(range(1, ranks))] if together else [(), *((hop,) for hop in range(1, ranks))]
 
     def wants(other: int, hop: int) -> int:
         source = (other - hop) % ranks

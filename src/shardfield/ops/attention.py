@@ -400,11 +400,7 @@ def scaled_dot_product_attention(
             op, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
     query, key, value, attn_mask = _cast(query, key, value, attn_mask)
-    plan = attention_plan(
-        op, _describe(query), _describe(key), _describe(value),
-        None if attn_mask is None else _describe(attn_mask), is_causal, scale, float(dropout_p),
-        query.element_size(), query.device.type, _wish.algorithm, _wish.machine,
-    )  # fmt: skip
+    plan = plan_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, op=op)
     q, k, v = (
         _entering(x, layout, plan.axes)
         for x, layout in ((query, plan.q), (key, plan.k), (value, plan.v))
@@ -413,6 +409,31 @@ def scaled_dot_product_attention(
     if attn_mask is not None and plan.mask is not None:
         mask = _entering(attn_mask, plan.mask, plan.axes)
     return result(_act(op, q, k, v, mask, plan), plan.out)
+
+
+def plan_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *,
+    op=F.scaled_dot_product_attention,
+) -> AttentionPlan:  # fmt: skip
+    """What attention of these operands would do: its algorithm, bytes and modelled times.
+
+    Args:
+        query: `(samples, heads, rows, width)`, global; `key` and `value` likewise. Some are
+            ShardTensors, others may be plain.
+
+    Comm: none.
+
+    Raises:
+        LayoutError: as attention itself would.
+
+    Example:
+        >>> print(shardfield.plan_attention(q, k, v, is_causal=True))
+    """
+    return attention_plan(
+        op, _describe(query), _describe(key), _describe(value),
+        None if attn_mask is None else _describe(attn_mask), is_causal, scale, float(dropout_p),
+        query.element_size(), query.device.type, _wish.algorithm, _wish.machine,
+    )  # fmt: skip
 
 
 def _of_other_dims(op, query, key, value, mask, *rest):
@@ -514,4 +535,4 @@ def _taken(mask: Tensor, dim: int, runs: Rows) -> Tensor:
     return torch.cat(parts, dim) if parts else mask.narrow(dim, 0, 0)
 
 
-__all__ = ["attention_algorithm", "attention_plan"]
+__all__ = ["AttentionPlan", "attention_algorithm", "plan_attention"]

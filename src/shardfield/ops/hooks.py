@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from shardfield.comm._torch import around_backward_hooks
+from shardfield.comm._torch import DisableTorchFunction, around_backward_hooks
+from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 _compiling = torch.compiler.is_compiling
@@ -56,3 +57,14 @@ def _retyped(hang: Callable, args: tuple):
 
 
 around_backward_hooks(_retyped)
+
+
+@register(torch.Tensor._backward_hooks.__set__, uses=False)  # type: ignore[attr-defined]
+def set_backward_hooks(op, input: ShardTensor, hooks) -> None:
+    """Straight to this object, nothing of it read.
+
+    C++ calls this, holding the lock of a view, where it finds that the view was written in place:
+    when DDP looks for unused parameters, for instance.
+    """
+    with DisableTorchFunction():
+        op(input, hooks)

@@ -1,4 +1,8 @@
-"""Indexing by ints, slices and tensors: rows of split dims stay with their owners."""
+"""Indexing by ints, slices and tensors.
+
+What a slice takes of a split dim stays with its owners; rows that ints and index tensors pick of it
+go to every rank.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +13,30 @@ import torch
 from shardfield.comm.move import move
 from shardfield.constant import constant
 from shardfield.layout import Dim, Factor, Layout, wrapped
-from shardfield.ranges import Cut, cut_of, sliced
-from shardfield.registry import register, unsupported
-from shardfield.tensor import ShardTensor, local_of, marked, result
+from shardfield.operands import block, broadcast_layouts
+from shardfield.picked import picked
+from shardfield.ranges import Cut, cut_of, slice_plan, sliced
+from shardfield.registry import register, unsupported, used
+from shardfield.tensor import ShardTensor, local_of, marked, result, wrap
 
 _T = torch.Tensor
 
 
-@constant
-def _resized(layout: Layout, dim: int, size: int) -> Layout:
-    return layout.replace({dim: (Factor(size),)})
-
-
 @register(torch.index_select, _T.index_select, uses=False)
 def index_select(op, input, dim, index):
-    """Rows of a dim that is not split, by a plain index. Comm: none."""
-    if not isinstance(input, ShardTensor) or isinstance(index, ShardTensor):
-        raise unsupported(op, "the index is split", args=((input, index),))
-    dim = wrapped(dim, len(input._layout.dims))
-    _refuse_split(op, input, dim)
-    out = _resized(input._layout, dim, index.numel())
-    return result(op(local_of(input), dim, index), out)
+    """As an index tensor in brackets."""
+    if index.dim() > 1 or index.dtype not in (torch.int32, torch.int64):
+        raise IndexError("index_select(): the index is a vector of int32 or int64")
+    dim = wrapped(dim, input.dim())
+    return _T.__getitem__(input, (slice(None),) * dim + (index.reshape(-1),))
 
 
 def _refuse_split(op, input: ShardTensor, dim: int) -> None:
     if input._layout.is_split(dim):
         raise unsupported(
             op,
-            f"dim {dim}, whose rows an index tensor picks, is split",
-            "redistribute so that another dim is split, or use slices",
+            f"it writes where an index tensor says along dim {dim}, which is split",
+            "use torch.where, masked_fill or slices, or redistribute so that another dim is split",
             "indexing",
             (input,),
         )
@@ -75,7 +74,7 @@ def _parsed(op, input: ShardTensor, index) -> Index:
             wanted.append(None if item == slice(None) else cut_of(item, shape[dim]))
             rest.append(slice(None))
         elif isinstance(item, torch.Tensor):
-            count = item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
+            count = item.dim() if _is_mask(item) else 1
             picked += range(dim, dim + count)
             wanted += [None] * count
             rest.append(item)
@@ -103,11 +102,11 @@ def _items(op, input: ShardTensor, index) -> list:
             raise unsupported(op, f"an index of type {type(item).__name__}", args=(input,))
         elif isinstance(item, torch.Tensor) and _is_int(item):
             items[place] = int(item)
-        if isinstance(item, ShardTensor):
+        if isinstance(item, ShardTensor) and _is_mask(item):
             raise unsupported(
                 op,
-                "the index is itself split, so how many rows it takes differs between ranks",
-                "use torch.where or masked_fill, or index with a plain tensor along whole dims",
+                "the mask is itself split, so how many rows it takes differs between ranks",
+                "use torch.where or masked_fill, or index with a plain mask",
                 "indexing",
                 (input, item),
             )
@@ -128,10 +127,14 @@ def _is_int(item: torch.Tensor) -> bool:
     return item.dim() == 0 and whole and not isinstance(item, ShardTensor)
 
 
+def _is_mask(item: torch.Tensor) -> bool:
+    return item.dtype in (torch.bool, torch.uint8)
+
+
 def _dims_used(item) -> int:
     if item is None or item is Ellipsis:
         return 0
-    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+    if isinstance(item, torch.Tensor) and _is_mask(item):
         return item.dim()
     return 1
 
@@ -158,8 +161,6 @@ def _basic(layout: Layout, items: tuple) -> Layout:
 
 def _taken(op, input: ShardTensor, index) -> torch.Tensor:
     parsed = _parsed(op, input, index)
-    for dim in parsed.picked:
-        _refuse_split(op, input, dim)
     layout = input._layout
     local, here, moved = sliced(op, local_of(input), layout, parsed.cuts)
     rows = tuple([dim for dim in parsed.ints if layout.is_split(dim)])
@@ -180,20 +181,39 @@ def _plain(parsed: Index) -> list:
 
 
 def _picked(op, local: torch.Tensor, here: Layout, parsed: Index) -> torch.Tensor:
-    """Index tensors along whole dims; their dims come first where others lie between, as in torch.
-
-    A mask stands for the tensors that `nonzero` gives, one per dim it covers.
-    """
+    """Rows that index tensors pick; a mask stands for the tensors that its `nonzero` gives."""
     items: list = []
     for item in parsed.items:
-        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        if isinstance(item, torch.Tensor) and _is_mask(item):
             items += item.to(local.device).nonzero(as_tuple=True)
         else:
             items.append(item)
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
-    shape = tuple(torch.broadcast_shapes(*[tensor.shape for tensor in tensors]))
     kinds = tuple([_kind(item) for item in items])
-    return result(local[tuple(items)], _picked_layout(here, kinds, shape))
+    if not any(isinstance(tensor, ShardTensor) for tensor in tensors):
+        shape = tuple(torch.broadcast_shapes(*[tensor.shape for tensor in tensors]))
+        out, place = _picked_layout(here, kinds, shape)
+        return result(picked(op, local, here, items, place), out)
+    operands = [t._layout if isinstance(t, ShardTensor) else tuple(t.shape) for t in tensors]
+    index, parts = broadcast_layouts(op, False, *operands)
+    asked = index
+    if _meet(here, index):
+        index, parts = _whole(index, index.shape), [_whole(part, part.shape) for part in parts]
+    else:
+        local = used(local, index.split_axes, index)
+    blocks = iter([block(t, part, index) for t, part in zip(tensors, parts, strict=True)])
+    items = [next(blocks) if isinstance(item, torch.Tensor) else item for item in items]
+    out, place = _picked_layout(here, kinds, index)
+    local = picked(op, local, here, items, place)
+    if index is not asked and not _meet(out, asked):
+        split, _ = _picked_layout(here, kinds, asked)
+        local, out = move(local, out, split, op.__name__), split
+    return result(local, out)
+
+
+@constant
+def _meet(layout: Layout, index: Layout) -> bool:
+    return not set(layout.split_axes).isdisjoint(index.split_axes)
 
 
 def _kind(item) -> str:
@@ -205,12 +225,16 @@ def _kind(item) -> str:
 
 
 @constant
-def _picked_layout(layout: Layout, kinds: tuple[str, ...], shape: tuple[int, ...]) -> Layout:
-    """Dims picked by tensors become those of the tensors' common shape.
+def _picked_layout(layout: Layout, kinds: tuple[str, ...], index) -> tuple[Layout, int]:
+    """Dims picked by tensors become those of the tensors' common shape, or common layout.
 
     These stand where the picked dims stood if they are neighbours once ints are gone, else first.
+
+    Returns:
+        The layout, and where the first of these dims stands.
     """
-    new: list[Dim] = [(Factor(size),) for size in shape]
+    split = isinstance(index, Layout)
+    new: list[Dim] = list(index.dims) if split else [(Factor(size),) for size in index]
     dims: list[Dim] = []
     at = 0
     for kind in kinds:
@@ -220,33 +244,50 @@ def _picked_layout(layout: Layout, kinds: tuple[str, ...], shape: tuple[int, ...
     left = [kind == "picked" for kind in kinds if kind != "dropped"]
     first = left.index(True)
     place = first if all(left[first : first + sum(left)]) else 0
-    return Layout(layout.mesh, [*dims[:place], *new, *dims[place:]])
+    return Layout(layout.mesh, [*dims[:place], *new, *dims[place:]]), place
 
 
 @register(_T.__getitem__, uses=False)
 def getitem(op, input, index):
-    """Slices stay with their owners; one row of a split dim goes to every rank.
+    """Slices stay with their owners; rows picked of a split dim go to every rank.
 
     Such a row is a copy: writing into it does not reach `input`; `input[index] = value` does.
 
-    Layout: slices of a split dim may come out uneven or empty. Comm: none, but for an int at a
-        split dim (its owner's row to all others) and a slice of a merged dim (one fetch).
+    Layout: slices of a split dim may come out uneven or empty. What an index tensor picks is split
+        as that tensor is, but where the two are split over the same mesh axis.
+    Comm: none, but for an int at a split dim (its owner's row to all others), index tensors at one
+        (one all-reduce of the result per axis; before, they are gathered if split over an axis of
+        `input`), and a slice of a merged dim (one fetch).
     """
     if not isinstance(input, ShardTensor):
-        raise unsupported(
-            op, "a plain tensor is indexed by a split one", "", "indexing", ((input, index),)
-        )
+        layout = next(x._layout for x in _listed(index) if isinstance(x, ShardTensor))
+        input = wrap(input, _whole(layout, tuple(input.shape)))
     return _taken(op, input, index)
+
+
+def _listed(index) -> tuple | list:
+    return index if isinstance(index, (tuple, list)) else (index,)
+
+
+@constant
+def _whole(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """A plain tensor of this shape as a layout beside another."""
+    return Layout(layout.mesh, [(Factor(size),) for size in shape])
 
 
 @register(_T.__setitem__, uses=False)
 def setitem(op, input, index, value):
-    """Writes into slices, every rank its own rows. Comm: none, but to move a split `value`."""
+    """Writes into slices, every rank its own rows. Comm: none, but to move a split `value`.
+
+    A slice of a merged dim that would first have to move is refused.
+    """
     _refuse_writing(op, input, index, value)
     if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
         _set_masked(op, input, index, value)
         return
     parsed = _parsed(op, input, index)
+    if slice_plan(input._layout, parsed.cuts).source is not input._layout:
+        raise _unwritable(op, input, "rows of merged dims")
     if parsed.picked:
         _set_picked(op, input, parsed, value)
         return
@@ -282,15 +323,13 @@ def _refuse_writing(op, input, index, value) -> None:
             "in-place",
             ((input, index, value),),
         )
-    merged = [d for d in range(len(input._layout.dims)) if input._layout.contiguous(d) is None]
-    if input._moved or merged:
-        raise unsupported(
-            op,
-            f"it writes into {'a view whose data had to move' if input._moved else 'merged dims'}",
-            "write before reshaping, or use torch.where",
-            "in-place",
-            (input,),
-        )
+    if input._moved:
+        raise _unwritable(op, input, "a view whose data had to move")
+
+
+def _unwritable(op, input: ShardTensor, what: str):
+    fix = "write before reshaping, or use torch.where"
+    return unsupported(op, f"it writes into {what}", fix, "in-place", (input,))
 
 
 def _set_masked(op, input: ShardTensor, mask, value) -> None:
@@ -310,6 +349,8 @@ def _set_masked(op, input: ShardTensor, mask, value) -> None:
 def _set_picked(op, input: ShardTensor, parsed: Index, value) -> None:
     for dim in parsed.picked:
         _refuse_split(op, input, dim)
+    if any(isinstance(item, ShardTensor) for item in parsed.items):
+        raise unsupported(op, "it writes where a split index says", "", "indexing", (input,))
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         raise unsupported(
             op, "rows picked by a tensor can only be set to one number", "", "indexing", (input,)

@@ -147,5 +147,11 @@ def sliding(op, input: ShardTensor, dimension: int, size: int, step: int) -> tor
     dim = wrapped(dimension, input.dim())
     input = in_ranges(input, dim)
     plan = _sliding_plan(input.layout, dim, size, step)
-    windows = windowed(input, plan, lambda block: op(block, dim, size, step))
-    return marked(windows, bool(plan.steps) or input._moved)
+    copied = torch.compiler.is_compiling()
+
+    def act(block):
+        rows = op(block, dim, size, step)
+        # Compilers return a view by its strides, and lose the gradients of rows that overlap.
+        return rows.clone() if copied else rows
+
+    return marked(windowed(input, plan, act), copied or bool(plan.steps) or input._moved)

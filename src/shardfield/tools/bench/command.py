@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-NAMES = ("tiny", "conv stack", "conv3d stack", "U-Net", "SegResNet", "UNet2DModel", "memory")
+NAMES = (
+    "tiny",
+    "conv stack",
+    "conv3d stack",
+    "U-Net",
+    "SegResNet",
+    "UNet2DModel",
+    "attention 4096",
+    "attention 16384",
+    "ViT blocks",
+    "memory",
+)
 
 
 def bench(

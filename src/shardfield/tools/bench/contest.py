@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) 
     """Times one workload; `kinds` names the contestants, "one process" among them."""
     makers: dict[str, Callable[[Workload], Contestant]] = {
         "shardfield": Sharded,
-        "by hand": ByHand,
+        **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
         COMMUNICATION: Communication,
         "one process": OneProcess,
     }

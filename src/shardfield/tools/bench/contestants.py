@@ -48,12 +48,12 @@ class OneProcess(Contestant):
 class ByHand(Contestant):
     """Local tensors, explicit halos, one flat gradient all-reduce that carries the loss too."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, rival: str) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.network = workload.network()
-        self.forward = local_forward(self.network)
+        self.forward = local_forward(self.network, rival)
         self.input, self.target = (
-            t.chunk(ranks, dim=2)[rank].contiguous() for t in workload.sample()
+            t.chunk(ranks, dim=workload.split)[rank].contiguous() for t in workload.sample()
         )
         self.target_numel = self.target.numel() * ranks
         parameters = list(self.network.parameters())
@@ -76,13 +76,13 @@ class ByHand(Contestant):
 
 
 class Sharded(Contestant):
-    """The plain network through `shardfield.parallelize`, its sample split along dim 2."""
+    """The plain network through `shardfield.parallelize`, its sample split along one dim."""
 
     def __init__(self, workload: Workload) -> None:
         mesh = sf.init_mesh()
         self.network = sf.parallelize(workload.network(), mesh)
         self.input, self.target = (
-            sf.distribute_tensor(t, mesh["domain"], [Shard(2)], src_data_rank=None)
+            sf.distribute_tensor(t, mesh["domain"], [Shard(workload.split)], src_data_rank=None)
             for t in workload.sample()
         )
 

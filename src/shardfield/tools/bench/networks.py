@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardfield.tools.bench.packages import diffusion_unet, segresnet
@@ -13,27 +14,29 @@ COMMUNICATION = "communication alone"
 
 @dataclass(frozen=True)
 class Workload:
-    """One network and its sample, split over the ranks along dim 2.
+    """One network and its sample, split over the ranks along one dim.
 
     Attributes:
         name: What the table calls it.
         build: Makes the network; seeded alike, every call makes the same one.
         input_shape: Global shape of the input, batch and channels first.
         target_shape: Global shape of the output.
-        by_hand: Whether there is a hand-written rival. Without one, the bound is an equal share
-            of one process's time and the communication.
+        rivals: Names of the hand-written ones. Without any, the bound is an equal share of one
+            process's time and the communication.
+        split: The dim.
     """
 
     name: str
     build: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
-    by_hand: bool = True
+    rivals: tuple[str, ...] = ("by hand",)
+    split: int = 2
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The contestants."""
-        return ("shardfield", "by hand" if self.by_hand else COMMUNICATION, "one process")
+        return ("shardfield", *(self.rivals or (COMMUNICATION,)), "one process")
 
     def network(self) -> nn.Module:
         """The network with the same weights at every call and on every rank."""
@@ -102,16 +105,89 @@ class UNet(nn.Module):
         return self.head(self.decode(torch.cat([skip, deep], dim=1)))
 
 
+class Attention(nn.Module):
+    """Attention alone: queries, keys and values are parts of the input, weighted by channel."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.ones(3 * heads * width))
+
+    def forward(
+        self, x: torch.Tensor, attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+    ) -> torch.Tensor:
+        """(B, N, 3*H*D) to (B, N, H*D)."""
+        return attended(x * self.weight, self.heads, attend)
+
+
+class VisionBlock(nn.Module):
+    """Attention and a two-layer perceptron, normalised first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """(B, N, C) to the same."""
+        x = x + self.out(attended(self.qkv(self.first(x)), self.heads, attend))
+        return x + self.back(F.gelu(self.wide(self.second(x))))
+
+
+class VisionBlocks(nn.Module):
+    """Blocks of a vision transformer, on tokens."""
+
+    def __init__(self, count: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(VisionBlock(width, heads) for _ in range(count))
+
+    def forward(
+        self, x: torch.Tensor, attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+    ) -> torch.Tensor:
+        """(B, N, C) to the same."""
+        for block in self.blocks:
+            x = block(x, attend)
+        return x
+
+
+def attended(qkv: torch.Tensor, heads: int, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """(B, N, 3*H*D) to (B, N, H*D)."""
+    q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, 2))
+    return attend(q, k, v).transpose(1, 2).flatten(2)
+
+
 def workloads(scale: int = 1) -> list[Workload]:
     """The timed workloads; `scale` divides every spatial extent (for quick looks and tests)."""
     wide, cube, square = 512 // scale, 64 // scale, 256 // scale
     conv_shape, cube_shape = (1, 32, wide, wide), (1, 16, cube, cube, cube)
     image = (1, 3, 384 // scale, 384 // scale)
     volume = (128 // scale, 64 // scale, 64 // scale)
+    tokens, rivals = [4096 // scale, 16384 // scale], ("ring by hand", "all-to-all by hand")
     return [
+        *(
+            Workload(
+                f"attention {n * scale}",
+                lambda: Attention(6, 32),
+                (1, n, 576),
+                (1, n, 192),
+                rivals,
+                1,
+            )
+            for n in tokens
+        ),
+        Workload(
+            "ViT blocks",
+            lambda: VisionBlocks(4, 192, 6),
+            (1, tokens[0], 192),
+            (1, tokens[0], 192),
+            rivals,
+            1,
+        ),
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
         Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
         Workload("U-Net", lambda: UNet(32), (1, 32, square, square), (1, 1, square, square)),
-        Workload("SegResNet", segresnet, (1, 1, *volume), (1, 2, *volume), by_hand=False),
-        Workload("UNet2DModel", diffusion_unet, image, image, by_hand=False),
+        Workload("SegResNet", segresnet, (1, 1, *volume), (1, 2, *volume), rivals=()),
+        Workload("UNet2DModel", diffusion_unet, image, image, rivals=()),
     ]

@@ -7,13 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardfield.tools.bench.byhand.attention import over_heads, ring
 from shardfield.tools.bench.byhand.group_norm import GroupNorm
 from shardfield.tools.bench.byhand.halo import WithHalo
-from shardfield.tools.bench.networks import ConvBlock, UNet
+from shardfield.tools.bench.networks import Attention, ConvBlock, UNet, VisionBlocks
 
 
-def local_forward(network: nn.Module) -> Callable[[Tensor], Tensor]:
+def local_forward(network: nn.Module, rival: str) -> Callable[[Tensor], Tensor]:
     """The hand-written forward of a network of `bench.networks`, local input to local output."""
+    if isinstance(network, Attention | VisionBlocks):
+        attend = ring if rival == "ring by hand" else over_heads
+        return lambda x: network(x, attend)
     if isinstance(network, UNet):
         return lambda x: unet(network, x)
     return lambda x: conv_stack(cast(nn.Sequential, network), x)
