@@ -279,41 +279,6 @@ MODELS = [
         long=True,
     ),
     monai(
-        name="DiffusionModelUNet",
-        build=made(
-            f"{NETS}.DiffusionModelUNet",
-            3,
-            1,
-            1,
-            num_res_blocks=1,
-            channels=(4, 8),
-            attention_levels=(False, True),
-            norm_num_groups=2,
-            num_head_channels=4,
-        ),
-        shape=(1, 1, 18, 8, 8),
-        call=lambda model, x: model(x, torch.tensor([7])),
-        long=True,
-        notes="with attention",
-    ),
-    monai(
-        name="UNETR",
-        build=made(f"{NETS}.UNETR", 1, 2, (32, 16, 16), 4, 8, 16, 2),
-        shape=(1, 1, 32, 16, 16),
-        long=True,
-        notes="a vision transformer and a decoder",
-        unused=True,
-    ),
-    monai(
-        name="SwinUNETR",
-        build=made(
-            f"{NETS}.SwinUNETR", 1, 2, feature_size=12, depths=(1,) * 4, num_heads=(1, 1, 2, 2)
-        ),
-        shape=(1, 1, 64, 32, 32),
-        long=True,
-        notes="shifted windows of attention",
-    ),
-    monai(
         name="ViT",
         build=made(
             f"{NETS}.ViT",
