@@ -279,41 +279,6 @@ MODELS = [
         long=True,
     ),
     monai(
-        name="DiffusionModelUNet",
-        build=made(
-            f"{NETS}.DiffusionModelUNet",
-            3,
-            1,
-            1,
-            num_res_blocks=1,
-            channels=(4, 8),
-            attention_levels=(False, True),
-            norm_num_groups=2,
-            num_head_channels=4,
-        ),
-        shape=(1, 1, 18, 8, 8),
-        call=lambda model, x: model(x, torch.tensor([7])),
-        long=True,
-        notes="with attention",
-    ),
-    monai(
-        name="UNETR",
-        build=made(f"{NETS}.UNETR", 1, 2, (32, 16, 16), 4, 8, 16, 2),
-        shape=(1, 1, 32, 16, 16),
-        long=True,
-        notes="a vision transformer and a decoder",
-        unused=True,
-    ),
-    monai(
-        name="SwinUNETR",
-        build=made(
-            f"{NETS}.SwinUNETR", 1, 2, feature_size=12, depths=(1,) * 4, num_heads=(1, 1, 2, 2)
-        ),
-        shape=(1, 1, 64, 32, 32),
-        long=True,
-        notes="shifted windows of attention",
-    ),
-    monai(
         name="ViT",
         build=made(
             f"{NETS}.ViT",
@@ -393,6 +358,7 @@ MODELS = [
         shape=(2, 1, 32, 16, 16),
         call=lambda model, x: model(x)[0],
         unused=True,
+        long=True,
         notes="dropout",
     ),
     monai(
@@ -403,6 +369,7 @@ MODELS = [
             use_flash_attention=True,
         ),
         shape=(1, 1, 20, 8, 8),
+        long=True,
         notes="fused attention; the posterior is sampled",
     ),
     monai(
@@ -410,6 +377,7 @@ MODELS = [
         build=made(f"{NETS}.DiffusionModelUNet", **DIFFUSION),
         shape=(2, 1, 18, 8),
         call=lambda model, x: model(x, torch.tensor([3, 7])),
+        long=True,
         notes="attention",
     ),
     monai(
@@ -443,6 +411,7 @@ MODELS = [
         ),
         shape=(2, 1, 18, 8),
         call=lambda model, x: model(x, torch.tensor([3, 7]), x),
+        long=True,
         notes="attention",
     ),
 ]
