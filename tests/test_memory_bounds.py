@@ -11,6 +11,7 @@ from shardfield.tools.memory import kept_bytes
 
 SMALL = {model.name: model for model in models(scale=4, layers=3)}
 LARGER = {model.name: model for model in models(scale=2)}
+PACKAGES_EAGER = [("MONAI SegResNet", "eager"), ("diffusers UNet2DModel", "eager")]  # LARGER
 
 
 def _measure(rank: Rank, name: str, mode: str, models: dict[str, Model] = SMALL) -> Keeping:
@@ -23,7 +24,13 @@ LEAST = {"eager": 0.45, "save_on_cpu": 0.45, "checkpointed": 0.4, "compiled": 0.
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(model.name, mode) for model in SMALL.values() for mode in model.modes]
+    ("name", "mode"),
+    [
+        (model.name, mode)
+        for model in SMALL.values()
+        for mode in model.modes
+        if (model.name, mode) not in PACKAGES_EAGER
+    ],
 )
 def test_a_rank_of_two_keeps_half_and_its_halos(name: str, mode: str) -> None:
     for row in rank_pool(2).run(_measure, name, mode):
@@ -31,10 +38,10 @@ def test_a_rank_of_two_keeps_half_and_its_halos(name: str, mode: str) -> None:
         assert LEAST[mode] * row.one <= row.kept <= row.bound
 
 
-@pytest.mark.parametrize("name", ["MONAI SegResNet", "diffusers UNet2DModel"])
-def test_networks_of_other_packages_keep_half(name: str) -> None:
-    for row in rank_pool(2).run(_measure, name, "eager", LARGER):
-        assert row.kept <= 0.53 * row.one
+@pytest.mark.parametrize(("name", "mode"), PACKAGES_EAGER)
+def test_networks_of_other_packages_keep_half(name: str, mode: str) -> None:
+    for row in rank_pool(2).run(_measure, name, mode, LARGER):
+        assert LEAST[mode] * row.one <= row.kept <= min(0.53 * row.one, row.bound)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
