@@ -43,6 +43,7 @@ class Model:
             this program on one rank.
         unused: Some parameters take no part, so that DDP has to look for them.
         long: Too long for the suite; runs in the conformance run.
+        whole: Dynamo can trace it whole; where not, it cannot with plain tensors either.
         notes: For the documentation.
     """
 
@@ -57,6 +58,7 @@ class Model:
     drawn: bool = False
     unused: bool = False
     long: bool = False
+    whole: bool = True
     notes: str = ""
 
     @property

@@ -52,6 +52,7 @@ MODELS = [
         shape=(1, 1, 37, 16, 16),
         loss="cross entropy",
         notes="37 rows, so that odd levels are padded",
+        whole=False,  # torch.jit.isinstance
     ),
     monai(
         name="BasicUNetPlusPlus",
@@ -64,6 +65,7 @@ MODELS = [
         ),
         shape=(2, 1, 48, 32),
         notes="U-Net++ with deep supervision",
+        whole=False,  # torch.jit.isinstance
     ),
     monai(
         name="AttentionUnet",
@@ -190,6 +192,7 @@ MODELS = [
         loss="cross entropy",
         unused=True,
         notes="on EfficientNet-B0",
+        whole=False,  # torch.jit.isinstance
     ),
     monai(
         name="AutoEncoder",
