@@ -211,6 +211,8 @@ def _named_in_place(op) -> bool:
     torch.fill,
     torch.fill_,
     _T.fill_,
+    torch.as_tensor,
+    torch.asarray,
     _T.pin_memory,
     _T.detach_,
     uses=False,
