@@ -17,12 +17,15 @@ def _network() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
+BUCKETS = {"bucket_cap_mb": 1e-4}  # a reduction for every few parameters
+
+
 def _gradients(rank: Rank, order: str, x: torch.Tensor) -> list[torch.Tensor]:
     mesh, network = rank.mesh(domain=2), _network()
     if order == "compiled inside":
-        model = sf.parallelize(sf.compile(network, backend="aot_eager"), mesh)
+        model = sf.parallelize(sf.compile(network, backend="aot_eager"), mesh, **BUCKETS)
     else:
-        model = sf.compile(sf.parallelize(network, mesh), backend="aot_eager")
+        model = sf.compile(sf.parallelize(network, mesh, **BUCKETS), backend="aot_eager")
     shard = sf.distribute_tensor(x, mesh["domain"], [Shard(2)], sizes=[10, 3])
     for _ in range(2):
         network.zero_grad()

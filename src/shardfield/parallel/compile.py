@@ -85,7 +85,9 @@ def _boundary(target: Callable, options: dict[str, Any]) -> Callable:
         leaves, spec = tree_flatten((args, kwargs))
         opened, layouts = _split(leaves)
         try:
-            out, out_layouts, out_spec = compiled(opened, layouts, spec)
+            # Dynamo would cut the graph where the wrapper's buckets end, through our functions.
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                out, out_layouts, out_spec = compiled(opened, layouts, spec)
         except TorchDynamoException as error:
             raise _refusal(error) or error from None
         closed = [
