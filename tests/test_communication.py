@@ -518,3 +518,17 @@ def test_halo_bytes_do_not_grow_with_the_shard(ranks: int):
         sent.append([sum(n for _, n in passes.forward) for passes in found])
     assert sent[0] == sent[1]
     assert sum(sent[0]) == 2 * (ranks - 1) * prod((2, 6)) * WIDE
+
+
+def test_rows_picked_of_a_split_dim_are_added_up_and_nothing_else_is_sent():
+    rows, index = torch.tensor([0, 5, 8, 8]), torch.randint(9, (2, 3, 4))
+
+    def whole_dims(x):
+        return x[:, 1], x[torch.tensor([1, 0, 0])], x.gather(0, torch.zeros(1, 3, 9).long())
+
+    for passes in traffic(lambda x: x[:, :, rows], (2, 3, 9), (2, 6, 1)):
+        assert passes == Passes([("all_reduce", 2 * 3 * 4 * WIDE)], [])
+    for passes in traffic(lambda x: x.gather(2, index), (2, 3, 9), (2, 6, 1)):
+        assert passes == Passes([("all_reduce", 2 * 3 * 4 * WIDE)], [])
+    for passes in traffic(lambda x: sum(y.sum() for y in whole_dims(x)), (2, 3, 9), (2, 6, 1)):
+        assert passes == Passes([("all_reduce", WIDE)] * 3, [])

@@ -72,6 +72,36 @@ ESM: Options = {
     "mask_token_id": 2,
     "position_embedding_type": "rotary",
 }
+MISTRAL: Options = {**LLAMA, "sliding_window": 5}
+DEBERTA: Options = {
+    **TEXT,
+    **TEXT_STILL,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 8,
+    "max_relative_positions": 16,
+}
+T5: Options = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
+MAE: Options = {**VIT, "image_size": 40}
+WAV2VEC2: Options = {
+    **SMALL,
+    "conv_dim": [8, 8],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
+    **dict.fromkeys(("feat_proj_dropout", "layerdrop"), 0.0),
+}
 EAGER: Options = {"attn_implementation": "eager"}
 
 
@@ -107,6 +137,10 @@ def captions(model: nn.Module, images: Tensor) -> Tensor:
     return model(input_ids=ids, pixel_values=images).logits_per_image
 
 
+def _floating(output: Any) -> list[Tensor]:
+    return [value for value in output.values() if value.is_floating_point() and value.requires_grad]
+
+
 def clip(**tower: Any) -> nn.Module:
     """Towers of images and of text."""
     from transformers import CLIPConfig, CLIPModel
@@ -123,9 +157,10 @@ def clip(**tower: Any) -> nn.Module:
 
 
 CLASSES: Options = {"call": lambda model, x: model(x).logits, "loss": "cross entropy"}
-HIDDEN: Options = {"call": lambda model, x: model(x).last_hidden_state}
+HIDDEN: Options = {"call": lambda model, x: _floating(model(x))}
 NEXT: Options = {"call": next_token, "loss": "own", "words": WORDS, "split": 1}
 PADDED: Options = {**NEXT, "call": padded}
+WORDS_HIDDEN: Options = {**HIDDEN, "words": WORDS, "split": 1}
 LABELLED: Options = {**NEXT, "call": labelled, "unused": True}
 
 
@@ -150,7 +185,7 @@ MODELS = [
     net("ViTForImageClassification", TALL, CLASSES, VIT),
     net("ViTForImageClassification", TALL, CLASSES, {**VIT, **EAGER}, notes="eager", **LONG),
     net("ViTModel", (2, 3, 45, 24), HIDDEN, VIT | {"image_size": (45, 24)}, unused=True, **LONG),
-    net("Dinov2ForImageClassification", (2, 3, 46, 32), CLASSES, DINO, unused=True),
+    net("Dinov2ForImageClassification", (2, 3, 24, 24), CLASSES, DINO, unused=True),
     net("Dinov2WithRegistersModel", (2, 3, 46, 32), HIDDEN, DINO, unused=True, **LONG),
     net(
         "BeitForImageClassification",
@@ -206,6 +241,22 @@ MODELS = [
         call=captions,
         notes="captions split too",
     ),
+    net("DINOv3ViTModel", TALL, HIDDEN, {**VIT, "num_register_tokens": 2}, unused=True, **LONG),
+    net("ViTMAEModel", (2, 3, 40, 40), HIDDEN, MAE, notes="random masking", **LONG),
+    net(
+        "VideoMAEModel",
+        (1, 4, 3, 40, 24),
+        HIDDEN,
+        {**VIT, "num_frames": 4},
+        split=3,
+        notes="frames first",
+        **LONG,
+    ),
+    net("Wav2Vec2Model", (2, 401), HIDDEN, WAV2VEC2, split=1, notes="audio", **LONG),
+    net("MistralForCausalLM", WORDED, NEXT, MISTRAL, notes="sliding window", **LONG),
+    net("RobertaForMaskedLM", WORDED, LABELLED, {**TEXT, **TEXT_STILL}, **LONG),
+    net("DebertaV2Model", WORDED, WORDS_HIDDEN, DEBERTA, notes="disentangled", **LONG),
+    net("T5EncoderModel", WORDED, WORDS_HIDDEN, T5, notes="relative buckets", **LONG),
     defaults("BeitForImageClassification", TALL, CLASSES, BEIT, **LONG),
     defaults("SwinForImageClassification", LARGE, CLASSES, SWIN),
     defaults("Swinv2ForImageClassification", LARGE, CLASSES, SWIN, **LONG),

@@ -220,6 +220,7 @@ MODELS = [
         ),
         shape=(2, 2, 18, 8),
         call=lambda model, x: model(x, STEPS, normal(2, 3, 6)).sample,
+        long=True,
         notes="attention to a text, dropout",
     ),
     diffusers(
@@ -235,7 +236,7 @@ MODELS = [
             dropout=0.1,
         ),
         shape=(2, 4, 9, 6),
-        call=lambda model, x: model(x, normal(2, 3, 6)).sample,
+        call=lambda model, x: model(x, normal(2, 3, 6), return_dict=False)[0],
         notes="dropout",
     ),
     diffusers(
@@ -252,7 +253,14 @@ MODELS = [
             caption_channels=6,
         ),
         shape=(2, 2, 18, 18),
-        call=lambda model, x: model(x, normal(2, 3, 6), STEPS, {"resolution": None}).sample,
+        call=lambda model, x: (
+            model(
+                x,
+                normal(2, 3, 6),
+                STEPS,
+                {"resolution": None, "aspect_ratio": None},
+            ).sample
+        ),
     ),
     diffusers(
         name="SD3Transformer2DModel",
@@ -348,6 +356,7 @@ MODELS = [
             (x.sum(-1).long() % 8).view(2, -1, 2), normal(2, 3, 6), normal(2, 6), normal(2, 5)
         ),
         unused=True,
+        long=True,
         notes="codes of an image",
     ),
     diffusers(

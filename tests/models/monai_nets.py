@@ -361,6 +361,7 @@ MODELS = [
         shape=(2, 1, 32, 16, 16),
         call=lambda model, x: model(x)[0],
         unused=True,
+        long=True,
         notes="dropout",
     ),
     monai(
@@ -371,6 +372,7 @@ MODELS = [
             use_flash_attention=True,
         ),
         shape=(1, 1, 20, 8, 8),
+        long=True,
         notes="fused attention; the posterior is sampled",
     ),
     monai(
@@ -378,6 +380,7 @@ MODELS = [
         build=made(f"{NETS}.DiffusionModelUNet", **DIFFUSION),
         shape=(2, 1, 18, 8),
         call=lambda model, x: model(x, torch.tensor([3, 7])),
+        long=True,
         notes="attention",
     ),
     monai(
@@ -411,6 +414,7 @@ MODELS = [
         ),
         shape=(2, 1, 18, 8),
         call=lambda model, x: model(x, torch.tensor([3, 7]), x),
+        long=True,
         notes="attention",
     ),
 ]

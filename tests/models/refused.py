@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from models.attention_nets import LLAMA, NEXT, TEXT, WORDED, WORDS, WORDS_HIDDEN, net
 from models.entry import Model, made, of
 from models.transformers_nets import untrained
 
 monai, transformers = of("monai"), of("transformers")
+
+BLOOM = {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 1, "n_head": 4}
 
 _REFUSED = [
     (
@@ -25,6 +28,10 @@ _REFUSED = [
             shape=(1, 3, 64, 64),
         ),
     ),
+    ("topk", net("MixtralForCausalLM", WORDED, NEXT, {**LLAMA, "num_local_experts": 4})),
+    ("fft_fftn", net("FNetModel", WORDED, WORDS_HIDDEN, TEXT)),
+    ("stride", net("LongformerModel", WORDED, WORDS_HIDDEN, {**TEXT, "attention_window": 4})),
+    ("GeLUFunction", net("BloomForCausalLM", WORDED, NEXT, BLOOM)),
 ]
 
 REFUSED: dict[str, tuple[Model, str]] = {

@@ -53,7 +53,7 @@ def test_two_steps_and_inference_equal_one_process(key: str, ranks: int) -> None
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_does_not_run_yet_names_the_operation(key: str) -> None:
-    with pytest.raises(RankError, match=f"UnsupportedOperation in {REFUSED[key][1]}"):
+    with pytest.raises(RankError, match=f"UnsupportedOperation in .*{REFUSED[key][1]}"):
         rank_pool(2).run(training.refused, key)
 
 
@@ -62,6 +62,8 @@ def test_the_page_of_models_is_what_the_tables_say() -> None:
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("key", [key for key, model in table.MODELS.items() if model.whole])
+@pytest.mark.parametrize(
+    "key", [key for key, model in table.MODELS.items() if model.whole and not model.drawn]
+)
 def test_compiled_training_equals_one_process(key: str) -> None:
     compare(key, 2, "aot_eager")
