@@ -87,6 +87,7 @@ def test_a_pointwise_module_needs_no_rows() -> None:
     assert rows_from_others([5, 5], [5, 5], nn.ReLU()) == [0, 0]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ranks", "rows"), [(4, 2), (2, 1)])  # 2 divides the 6 heads
 def test_all_contestants_agree_and_are_timed(ranks: int, rows: int) -> None:
     chosen = [workload for workload in workloads() if workload.split == rows]
