@@ -21,10 +21,6 @@ from shardfield.tools.bench.contestants import (
 from shardfield.tools.bench.launch import Idle
 from shardfield.tools.bench.networks import COMMUNICATION, Workload, workloads
 
-# Two correct float32 programs that add in another order differ by this much of the gradient's
-# norm at most: it is 20 times what is measured, and far less than one lost halo row costs.
-AGREEMENT = 2e-5
-
 
 class Disagreement(Exception):
     """The contestants compute different gradients, so that comparing their times means nothing."""
@@ -131,10 +127,11 @@ def _check_agreement(
         distance = _distance(contestants[kind].gradients(), expected)
         dist.all_reduce(distance, dist.ReduceOp.MAX)
         distances[kind] = distance.item()
-        if not distances[kind] <= AGREEMENT:
+        if not distances[kind] <= workload.rounding:
             raise Disagreement(
                 f"{workload.name}: the gradient of {kind!r} is {distances[kind]:.2e} away from "
-                f"that of one process, relative to its norm; at most {AGREEMENT:.0e} is rounding."
+                f"that of one process, relative to its norm; at most {workload.rounding:.0e} is "
+                "rounding."
             )
     return distances
 

@@ -24,6 +24,8 @@ class Workload:
         rivals: Names of the hand-written ones. Without any, the bound is an equal share of one
             process's time and the communication.
         split: The dim.
+        rounding: What the gradients of two correct float32 programs that add in another order may
+            differ by, of their norm: far less than one lost halo row costs.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Workload:
     target_shape: tuple[int, ...]
     rivals: tuple[str, ...] = ("by hand",)
     split: int = 2
+    rounding: float = 2e-5
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -188,6 +191,9 @@ def workloads(scale: int = 1) -> list[Workload]:
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
         Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
         Workload("U-Net", lambda: UNet(32), (1, 32, square, square), (1, 1, square, square)),
-        Workload("SegResNet", segresnet, (1, 1, *volume), (1, 2, *volume), rivals=()),
+        # Plain torch's own float32 gradient is 8e-5 from the one in float64.
+        Workload(
+            "SegResNet", segresnet, (1, 1, *volume), (1, 2, *volume), rivals=(), rounding=2e-4
+        ),
         Workload("UNet2DModel", diffusion_unet, image, image, rivals=()),
     ]
