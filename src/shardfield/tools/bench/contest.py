@@ -13,13 +13,12 @@ from torch import Tensor
 import shardfield as sf
 from shardfield.tools.bench.contestants import (
     ByHand,
-    Communication,
     Contestant,
     OneProcess,
     Sharded,
 )
 from shardfield.tools.bench.launch import Idle
-from shardfield.tools.bench.networks import COMMUNICATION, Workload, workloads
+from shardfield.tools.bench.networks import Workload, workloads
 
 
 class Disagreement(Exception):
@@ -66,7 +65,6 @@ def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) 
     makers: dict[str, Callable[[Workload], Contestant]] = {
         "shardfield": Sharded,
         **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
-        COMMUNICATION: Communication,
         "one process": OneProcess,
     }
     first = dist.get_rank() == 0
@@ -122,7 +120,7 @@ def _check_agreement(
     expected = torch.cat([t.reshape(-1) for t in reference]).double()
     dist.broadcast(expected, src=0)
     for kind in kinds:
-        if kind in ("one process", COMMUNICATION):
+        if kind == "one process":
             continue
         distance = _distance(contestants[kind].gradients(), expected)
         dist.all_reduce(distance, dist.ReduceOp.MAX)
