@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import shardfield as sf
-from shardfield.comm.collectives import record_traffic
 from shardfield.tools.bench import contest
-from shardfield.tools.bench.contestants import Communication, Sharded
 from shardfield.tools.bench.intervals import paired_ratio
 from shardfield.tools.bench.launch import Idle, launch
-from shardfield.tools.bench.networks import COMMUNICATION, workloads
+from shardfield.tools.bench.networks import workloads
 from shardfield.tools.bench.report import Results
 from shardfield.tools.bench.slabs import rows_from_others
 
@@ -116,28 +113,6 @@ def _contest_with_a_lost_halo(idle: Idle) -> object:
         lambda ctx, gradient: (gradient.narrow(2, 1, gradient.shape[2] - 2), None, None)
     )
     return contest.run(idle, 1, ["conv stack"], 8, ("by hand", "one process"))
-
-
-def test_communication_alone_sends_what_a_step_sends() -> None:
-    sent = launch(_sent_alone, 2)
-    assert sent["alone"] == sent["step"] > 0
-
-
-def _sent_alone(idle: Idle) -> dict[str, int]:
-    sf.init_mesh(device="cpu")
-    (workload,) = [w for w in workloads(8) if w.name == "SegResNet"]
-    sharded, alone = Sharded(workload), Communication(workload)
-    with record_traffic() as traffic:
-        sharded.step()
-    return {"step": len(traffic.collectives), "alone": len(alone.calls)}
-
-
-def test_a_share_of_one_process_and_the_communication_is_the_bound() -> None:
-    seconds = {"shardfield": [1.2], COMMUNICATION: [0.1], "one process": [2.0]}
-    contest = {"workload": "x", "seconds": seconds, "processor": seconds}
-    (ratio,) = Results(contests=[contest]).ratios()
-    assert ratio.interval.median == pytest.approx(1.2 / 1.1)
-    assert ratio.met
 
 
 def test_results_are_written_with_their_verdicts() -> None:

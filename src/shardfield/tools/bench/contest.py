@@ -13,17 +13,12 @@ from torch import Tensor
 import shardfield as sf
 from shardfield.tools.bench.contestants import (
     ByHand,
-    Communication,
     Contestant,
     OneProcess,
     Sharded,
 )
 from shardfield.tools.bench.launch import Idle
-from shardfield.tools.bench.networks import COMMUNICATION, Workload, workloads
-
-# Two correct float32 programs that add in another order differ by this much of the gradient's
-# norm at most: it is 20 times what is measured, and far less than one lost halo row costs.
-AGREEMENT = 2e-5
+from shardfield.tools.bench.networks import Workload, workloads
 
 
 class Disagreement(Exception):
@@ -70,7 +65,6 @@ def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) 
     makers: dict[str, Callable[[Workload], Contestant]] = {
         "shardfield": Sharded,
         **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
-        COMMUNICATION: Communication,
         "one process": OneProcess,
     }
     first = dist.get_rank() == 0
@@ -126,15 +120,16 @@ def _check_agreement(
     expected = torch.cat([t.reshape(-1) for t in reference]).double()
     dist.broadcast(expected, src=0)
     for kind in kinds:
-        if kind in ("one process", COMMUNICATION):
+        if kind == "one process":
             continue
         distance = _distance(contestants[kind].gradients(), expected)
         dist.all_reduce(distance, dist.ReduceOp.MAX)
         distances[kind] = distance.item()
-        if not distances[kind] <= AGREEMENT:
+        if not distances[kind] <= workload.rounding:
             raise Disagreement(
                 f"{workload.name}: the gradient of {kind!r} is {distances[kind]:.2e} away from "
-                f"that of one process, relative to its norm; at most {AGREEMENT:.0e} is rounding."
+                f"that of one process, relative to its norm; at most {workload.rounding:.0e} is "
+                "rounding."
             )
     return distances
 

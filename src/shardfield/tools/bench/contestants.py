@@ -1,15 +1,12 @@
 """Who is timed: the same training step, sharded, by hand and in one process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfield as sf
 from shardfield.tools.bench.byhand.networks import local_forward
@@ -92,38 +89,3 @@ class Sharded(Contestant):
         loss = F.mse_loss(self.network(self.input), self.target)
         loss.backward()
         return loss.detach()
-
-
-class Communication(Contestant):
-    """What the sharded step sends, and nothing else: its collectives one after the other."""
-
-    def __init__(self, workload: Workload) -> None:
-        sharded = Sharded(workload)
-        sharded.step()  # plans and agrees on buckets
-        with _Recorder() as recorder:
-            sharded.step()
-        self.network = sharded.network
-        self.calls = recorder.calls
-        self.gradients_flat = torch.zeros(sum(p.numel() for p in self.network.parameters()))
-
-    def step(self) -> Tensor:
-        """Comm: as many collectives of the same sizes as a sharded step, and the gradients."""
-        for collective, args in self.calls:
-            torch.ops._c10d_functional.wait_tensor(collective(*args))
-        dist.all_reduce(self.gradients_flat)
-        return self.gradients_flat[:1].sum()
-
-
-class _Recorder(TorchDispatchMode):
-    """Lists the functional collectives that run while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "_c10d_functional" and "wait_tensor" not in str(func):
-            # A tensor like the one sent: keeping that one would keep the step's activations.
-            like = [torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args]
-            self.calls.append((func, tuple(like)))
-        return func(*args, **(kwargs or {}))

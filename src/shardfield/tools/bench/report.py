@@ -14,7 +14,6 @@ from rich.table import Table
 
 from shardfield.tools.bench.intervals import Interval, paired_ratio
 from shardfield.tools.bench.keeping import Keeping
-from shardfield.tools.bench.networks import COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,6 @@ class Results:
             found.append(Ratio(name, interval, 1.8, True, detail, interval.median))
         for contest in self.contests:
             name = contest["workload"]
-            if COMMUNICATION in contest["seconds"]:
-                found.append(_to_share(contest, self.ranks))
-                continue
             # Only the convolution stack computes enough for a promise of speed-up.
             faster = 1.6 if name == "conv stack" else 1.0
             rivals = [kind for kind in contest["seconds"] if kind.endswith("by hand")]
@@ -125,27 +121,6 @@ def _ratio(
     detail = f"{median(clock[0]) * 1e3:.0f} / {median(clock[1]) * 1e3:.0f} ms"
     processor = paired_ratio(*busy).median
     return Ratio(name, paired_ratio(*clock), target, at_most, detail, processor)
-
-
-def _to_share(contest: dict[str, Any], ranks: int) -> Ratio:
-    """A sharded step against its share of one process's and its communication."""
-    clock, busy = (
-        [
-            one / ranks + sent
-            for one, sent in zip(times["one process"], times[COMMUNICATION], strict=True)
-        ]
-        for times in (contest["seconds"], contest["processor"])
-    )
-    mine, sent = contest["seconds"]["shardfield"], contest["seconds"][COMMUNICATION]
-    one = median(contest["seconds"]["one process"])
-    return Ratio(
-        f"{contest['workload']} / (one process / {ranks} + communication)",
-        paired_ratio(mine, clock),
-        1.10,
-        True,
-        f"{median(mine) * 1e3:.0f} / ({one * 1e3:.0f} / {ranks} + {median(sent) * 1e3:.0f}) ms",
-        paired_ratio(contest["processor"]["shardfield"], busy).median,
-    )
 
 
 def show(results: Results, console: Console) -> None:

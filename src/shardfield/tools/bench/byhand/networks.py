@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfield.tools.bench.byhand.attention import over_heads, ring
-from shardfield.tools.bench.byhand.group_norm import GroupNorm
-from shardfield.tools.bench.byhand.halo import WithHalo
+from shardfield.tools.bench.byhand.packages import conv, group_norm, localised
 from shardfield.tools.bench.networks import Attention, ConvBlock, UNet, VisionBlocks
 
 
@@ -20,7 +19,9 @@ def local_forward(network: nn.Module, rival: str) -> Callable[[Tensor], Tensor]:
         return lambda x: network(x, attend)
     if isinstance(network, UNet):
         return lambda x: unet(network, x)
-    return lambda x: conv_stack(cast(nn.Sequential, network), x)
+    if isinstance(network, nn.Sequential):
+        return lambda x: conv_stack(network, x)
+    return localised(network)
 
 
 def conv_stack(network: nn.Sequential, x: Tensor) -> Tensor:
@@ -41,15 +42,5 @@ def conv_block(block: ConvBlock, x: Tensor) -> Tensor:
     """(B, C, H, W) local to (B, C', H, W) local."""
     for convolution, norm in ((block[0], block[1]), (block[3], block[4])):
         x = conv(cast(nn.Conv2d, convolution), x)
-        norm = cast(nn.GroupNorm, norm)
-        x = F.relu(GroupNorm.apply(x, norm.num_groups, norm.weight, norm.bias, norm.eps))
+        x = F.relu(group_norm(cast(nn.GroupNorm, norm), x))
     return x
-
-
-def conv(layer: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """A 3-wide convolution with padding 1; the shard starts at a multiple of the stride."""
-    op = F.conv2d if isinstance(layer, nn.Conv2d) else F.conv3d
-    # The last window of an aligned shard ends at its last row when the stride is 2.
-    after = 1 if layer.stride[0] == 1 else 0
-    padding = (0, *cast("tuple[int, ...]", layer.padding)[1:])
-    return op(WithHalo.apply(x, 1, after), layer.weight, layer.bias, layer.stride, padding)
