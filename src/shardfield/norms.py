@@ -135,4 +135,4 @@ def normalised(y: Tensor, input: ShardTensor, wide: bool = False) -> ShardTensor
     dtype = local.dtype
     if wide and local.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = accumulation_dtype(dtype)
-    return wrap(y.view(local.shape).to(dtype), input.layout)
+    return wrap(y.to(dtype), input.layout)

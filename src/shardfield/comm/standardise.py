@@ -6,6 +6,8 @@ memory are those of torch's kernels for batch norm, which take given statistics 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardfield.comm.collectives import all_reduce
@@ -22,6 +24,7 @@ _RUN = 1024
 
 def standardise(
     x: Tensor,
+    shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     scope: Scope,
@@ -31,17 +34,19 @@ def standardise(
     """`(x - mean) / sqrt(var + eps) * weight + bias`, statistics over dims 0, 2, 3 and all ranks.
 
     Args:
-        x: this rank's block as (B, G, K, L): G statistics, each over B x K x L elements and ranks.
-        weight, bias: broadcast to `x`: (1, G, K, 1) per channel, or (1, 1, 1, L) per element.
+        x: this rank's block.
+        shape: how to read it, (B, G, K, L): G statistics, each over B x K x L elements and ranks.
+        weight, bias: broadcast to that: (1, G, K, 1) per channel, or (1, 1, 1, L) per element.
 
     Returns:
-        The result, in the type of accumulation; mean and unbiased variance (1, G, 1, 1), without
-        gradient, the same on every rank to the last bit. Differentiable twice.
+        The result, shaped as `x`, in the type of accumulation; mean and unbiased variance
+        (1, G, 1, 1), without gradient, the same on every rank to the last bit. Differentiable
+        twice.
 
     Comm: one all-gather of 2G numbers per group forward, one all-reduce of 2G numbers per group
         backward (if `x` requires grad); G counts those of all ranks where these share some.
     """
-    return _Standardise.apply(x, weight, bias, scope, eps, operation)
+    return _Standardise.apply(x, tuple(shape), weight, bias, scope, eps, operation)
 
 
 def _deviations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,8 +71,8 @@ def _deviations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class _Standardise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, scope, eps, operation):
-        local_mean, second, y = _deviations(x)
+    def forward(ctx, x, shape, weight, bias, scope, eps, operation):
+        local_mean, second, y = _deviations(x.reshape(shape))
         mean, variance, total = merge(local_mean, second, scope, operation)
         scale = scope.spread((variance + eps).rsqrt())
         shift = (local_mean - scope.spread(mean)) * scale
@@ -81,21 +86,23 @@ class _Standardise(torch.autograd.Function):
         y = y.mul_(scale)
         if shift is not None:
             y = y.add_(shift)
-        ctx.scope, ctx.eps, ctx.operation = scope, eps, operation
+        ctx.scope, ctx.eps, ctx.operation, ctx.shape = scope, eps, operation, shape
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         others = total - 1 if scope.replicas else max(total - 1, 1)
         unbiased = variance * (total / others)
         ctx.mark_non_differentiable(mean, unbiased)
         ctx.save_for_backward(x, weight, mean, variance, total if scope.replicas else None)
-        return y, mean, unbiased
+        # Not a view to autograd: an operation in place on one costs four more passes backward.
+        return torch.ops.aten._unsafe_view(y, x.shape), mean, unbiased
 
     @staticmethod
     def backward(ctx, grad, *_):
-        x, weight, mean, variance, total = ctx.saved_tensors
+        whole, weight, mean, variance, total = ctx.saved_tensors
+        x, grad = whole.reshape(ctx.shape), grad.reshape(ctx.shape)
         scope, name = ctx.scope, ctx.operation and f"backward of {ctx.operation}"
         if total is None:
             total = scope.total
-        needs = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:4]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Someone will differentiate this: statistics that know how they depend on x.
             groups = (*scope.groups, *scope.replicas)
@@ -114,8 +121,8 @@ class _Standardise(torch.autograd.Function):
             grad_bias = None
         else:
             grad_bias = grad_bias.sum_to_size(ctx.bias_like[0]).to(ctx.bias_like[1])
-        grad_x = grad_x.to(x.dtype) if needs[0] else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        grad_x = grad_x.to(x.dtype).view(whole.shape) if needs[0] else None
+        return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
 def _gradients(grad, x, weight, mean, scale, scope: Scope, total, name):

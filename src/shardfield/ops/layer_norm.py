@@ -65,7 +65,8 @@ def layer_norm(
     rows = prod(local.shape[: dims[0]])
     weight, bias = part_of_parameter(weight, plan), part_of_parameter(bias, plan)
     y, _, _ = standardise(
-        local.reshape(1, rows, 1, held),
+        local,
+        (1, rows, 1, held),
         None if weight is None else weight.reshape(1, 1, 1, held),
         None if bias is None else bias.reshape(1, 1, 1, held),
         plan.scope,

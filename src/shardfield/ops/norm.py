@@ -79,7 +79,8 @@ def batch_norm(
         return wrap(y, layout)
     shape = (local.shape[0], local.shape[1], 1, prod(local.shape[2:]))
     y, mean, variance = standardise(
-        local.reshape(shape),
+        local,
+        shape,
         _view(weight, (1, -1, 1, 1)),
         _view(bias, (1, -1, 1, 1)),
         plan.scope,
@@ -207,7 +208,8 @@ def instance_norm(
         return wrap(_unfilled(y, block, local), layout)
     samples, channels = local.shape[:2]
     y, mean, variance = standardise(
-        local.reshape(1, samples * channels, 1, prod(local.shape[2:])),
+        local,
+        (1, samples * channels, 1, prod(local.shape[2:])),
         _per_sample(weight, samples, channels, 1),
         _per_sample(bias, samples, channels, 1),
         plan.scope,
@@ -280,7 +282,8 @@ def group_norm(
     per = per if plan.scope.members is None else 1
     samples, held = local.shape[0], local.shape[1] // per
     y, _, _ = standardise(
-        local.reshape(1, samples * held, per, prod(local.shape[2:])),
+        local,
+        (1, samples * held, per, prod(local.shape[2:])),
         _per_sample(weight, samples, held, per),
         _per_sample(bias, samples, held, per),
         plan.scope,
