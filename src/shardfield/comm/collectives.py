@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardfield.comm import agreement, traced
+from shardfield.comm import agreement, small, traced
 from shardfield.comm._torch import BelowAutograd, functional, rank_of, size_of
 
 
@@ -61,14 +61,14 @@ def _enter(
     group: str,
     operation: str | None,
     signature: object,
-    start: Callable[[], torch.Tensor],
+    run: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Starts a collective and waits for it: counted and agreed on first."""
+    """Runs a collective: counted and agreed on first."""
     if _recording:
         _count(name, sent, operation)
     # Gradients are ours: torch's own, in Python, would cost as much again as the call.
     with agreement.collective(name, group, operation, signature), BelowAutograd():
-        return functional.wait_tensor(start())
+        return run()
 
 
 def all_reduce(
@@ -84,7 +84,7 @@ def all_reduce(
         group,
         operation,
         (tensor.shape, tensor.dtype, reduction),
-        lambda: functional.all_reduce(tensor, reduction, group),
+        lambda: small.all_reduce(tensor, reduction, group),
     )
 
 
@@ -125,7 +125,9 @@ def all_to_all(
         group,
         operation,
         tensor.dtype,
-        lambda: functional.all_to_all_single(tensor, receives, sends, group),
+        lambda: functional.wait_tensor(
+            functional.all_to_all_single(tensor, receives, sends, group)
+        ),
     )
 
 
@@ -175,5 +177,7 @@ def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch
         group,
         operation,
         (tensor.shape, tensor.dtype),
-        lambda: functional.all_gather_into_tensor(block, size_of(group), group),
+        lambda: functional.wait_tensor(
+            functional.all_gather_into_tensor(block, size_of(group), group)
+        ),
     )

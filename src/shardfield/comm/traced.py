@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
+from shardfield.comm import small
 from shardfield.comm._torch import functional, ordered
 
 
 @ordered("shardfield::all_reduce")
 def all_reduce(tensor: torch.Tensor, reduction: str, group: str) -> torch.Tensor:
-    """`_c10d_functional.all_reduce`, waited for; contiguous whatever order the compiler chose."""
-    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), reduction, group))
+    """`small.all_reduce`; contiguous whatever order the compiler chose."""
+    return small.all_reduce(tensor.contiguous(), reduction, group)
 
 
 @all_reduce.register_fake

@@ -1,5 +1,6 @@
 """Rank processes for one measurement: spawned once, one thread each, idle when they wait."""
 
+import gc
 import os
 import pickle
 import tempfile
@@ -89,6 +90,7 @@ def _rank_main(
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     result = fn(Idle(store), *args)
     if dist.is_initialized():
+        gc.collect()  # DDP's reducers go before the group they use, not at exit
         dist.barrier()
         dist.destroy_process_group()
     if rank == 0:

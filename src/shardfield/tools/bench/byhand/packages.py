@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,14 @@ def localised(network: nn.Module) -> Callable[[Tensor], Tensor]:
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and module.kernel_size[0] == 3:
-            module.forward = partial(conv, module)
+            local = partial(conv, module)
         elif isinstance(module, nn.GroupNorm):
-            module.forward = partial(group_norm, module)
+            local = partial(group_norm, module)
         elif isinstance(module, nn.Upsample):
-            module.forward = partial(twice, module)
+            local = partial(twice, module)
+        else:
+            continue
+        cast(Any, module).forward = local
     return network
 
 
