@@ -401,7 +401,21 @@ def local_of(x: Tensor) -> Tensor:
     with DisableTorchFunction(), DisableTorchDispatch():
         if _grad_enabled() and x.grad_fn is not None:
             _refuse_foreign(x)
-        return _as_subclass(x, Tensor)
+        local = _as_subclass(x, Tensor)
+    if is_managed(x):  # a split parameter: what meets the activations is this alias
+        manage(local)
+    return local
+
+
+def manage(parameter: Tensor) -> None:
+    """Marks a parameter whose gradient a wrapper averages over data and domain."""
+    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
+
+
+def is_managed(value: Tensor) -> bool:
+    """Whether `manage` marked this very object: a pickled or copied one is no longer managed."""
+    mark = getattr(value, "_shardfield_managed", None)
+    return mark is not None and (_compiling() or mark == id(value))
 
 
 def _refuse_foreign(x: Tensor) -> None:

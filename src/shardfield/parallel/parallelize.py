@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardfield.axes import DATA, TENSOR, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
-from shardfield.registry import manage
+from shardfield.tensor import manage
 
 
 def parallelize(
