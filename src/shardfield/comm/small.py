@@ -23,6 +23,14 @@ _OVER_RANKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
+_state = {"adding": False}
+
+
+def is_adding() -> bool:
+    """Whether what runs now is part of a collective, and no work of the operation around it."""
+    return _state["adding"]
+
+
 def all_reduce(tensor: torch.Tensor, reduction: str, group: str) -> torch.Tensor:
     """A new tensor: the contiguous `tensor` reduced over `group`, the same bits on every rank."""
     ranks, count = size_of(group), tensor.numel()
@@ -38,4 +46,8 @@ def all_reduce(tensor: torch.Tensor, reduction: str, group: str) -> torch.Tensor
     arrived = functional.wait_tensor(
         functional.all_to_all_single(copies, counts, counts, group)
     ).view(ranks, *tensor.shape)
-    return _OVER_RANKS[reduction](arrived)
+    _state["adding"] = True
+    try:
+        return _OVER_RANKS[reduction](arrived)
+    finally:
+        _state["adding"] = False

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardfield.comm.small import is_adding
+
 # Operations that move values and compute none: a halo makes a rank move more than its share.
 # fmt: off
 _MOVES = frozenset(
@@ -58,7 +60,7 @@ class CountWork(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.is_view or func.namespace in ("prim", "profiler"):
+        if func.is_view or func.namespace in ("prim", "profiler") or is_adding():
             return out
         made = self._sizes(out)
         self.work.moved = max((self.work.moved, *made))
