@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardfield.axes import DATA, TENSOR, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
+from shardfield.parallel.tensor_parallel import same_everywhere
 from shardfield.tensor import manage
 
 
@@ -43,18 +44,14 @@ def parallelize(
             'params="replicate"',
             "parallelize",
         )
-    if TENSOR in axes.names and axes.size((TENSOR,)) > 1:
-        raise LayoutError(
-            f"parallelize on a mesh with tensor={axes.size((TENSOR,))}",
-            "weights are not split over ranks yet",
-            "init_mesh(data=..., domain=...) without tensor",
-            "parallelize",
-        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     joint = tuple(name for name in axes.names if name != TENSOR)
     several = DATA in axes.names and axes.size((DATA,)) > 1
     options = {"forward_sync_buffers": several, "gradient_as_bucket_view": True, **ddp}
+    # DDP sends detached parameters with ATen, which is refused of shards: the same, by us.
+    options["init_sync"] = False
+    same_everywhere(model, axes, joint)
     wrapped = DistributedDataParallel(
         model, process_group=resolve_group(axes.group(joint)), **options
     )

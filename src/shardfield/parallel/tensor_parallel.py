@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardfield.axes import MeshAxes
+from shardfield.axes import TENSOR, MeshAxes, mesh_axes
 from shardfield.comm._torch import make_subclass, resolve_group
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.operands import part_of_plain
-from shardfield.parallel.tensor_plan import TensorPlan
-from shardfield.tensor import ShardTensor
+from shardfield.parallel.derive import derive_plan
+from shardfield.parallel.tensor_plan import Split, TensorPlan
+from shardfield.tensor import ShardTensor, local_of
+
+
+def tensor_parallel(
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorPlan | str = "auto",
+    example: Sequence[Any] | Mapping[str, Any] = (),
+    rules: Mapping[str, Split | None] | None = None,
+) -> TensorPlan:
+    """Splits a module's weights over the mesh axis `tensor`, in place.
+
+    The module stays as it is otherwise: operations on split weights compute split activations,
+    and sum where a split dim is contracted.
+
+    Args:
+        model: any module; afterwards its parameters are the same on all ranks, or shards of that.
+        mesh: the root mesh, with an axis `tensor`.
+        plan: a plan, or "auto": derived from the module, see `derive_plan`.
+        example: for "auto", positional or keyword arguments of the model: plain tensors of global
+            shapes, values of which are not read.
+        rules: changes to the plan, by parameter name or pattern; see `TensorPlan.with_rules`.
+
+    Returns:
+        The plan; print it.
+
+    Comm: one broadcast per parameter and buffer and mesh axis.
+
+    Raises:
+        LayoutError: a plan that does not fit; a model that "auto" cannot run or finds nothing in.
+    """
+    axes = mesh_axes(mesh)
+    ranks = axes.size((TENSOR,)) if TENSOR in axes.names else 1
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise LayoutError(
+                f"tensor_parallel={plan!r}",
+                'a plan is "auto" or a TensorPlan',
+                'tensor_parallel="auto", or TensorPlan.load(path)',
+                "tensor-parallel",
+            )
+        args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+        plan = derive_plan(model, args, kwargs, ranks)
+    if rules:
+        plan = plan.with_rules(rules)
+    if not plan.splits and ranks > 1:
+        raise LayoutError(
+            f"tensor parallelism of {type(model).__name__} over {ranks} ranks",
+            "no weight is split: there is no pair of linear maps with units enough between",
+            "fewer tensor ranks (more domain or data), or rules={name: Split(...)}",
+            "tensor-parallel",
+        )
+    same_everywhere(model, axes, axes.names)
+    if ranks > 1:
+        split_parameters(model, plan, axes)
+    return plan
 
 
 def split_parameters(model: torch.nn.Module, plan: TensorPlan, mesh: MeshAxes) -> None:
@@ -71,16 +131,22 @@ def parameter_of(local: torch.Tensor, layout: Layout, like: torch.Tensor) -> tor
     return parameter
 
 
-def same_everywhere(model: torch.nn.Module, mesh: MeshAxes) -> None:
-    """Gives every rank of the mesh the parameters and buffers of its first one.
+def same_everywhere(model: torch.nn.Module, mesh: MeshAxes, over: tuple[str, ...]) -> None:
+    """Gives the ranks along some mesh axes the parameters and buffers of their first one.
 
-    Comm: one broadcast per tensor and mesh axis of several ranks.
+    Args:
+        over: the axes; split parameters are whole over them.
+
+    Comm: one broadcast per tensor and axis of several ranks.
     """
-    for axis, ranks in zip(mesh.names, mesh.sizes, strict=True):
-        if ranks > 1:
+    tensors = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        locals_ = [local_of(x) if isinstance(x, ShardTensor) else x.detach() for x in tensors]
+    for axis in over:
+        if mesh.size((axis,)) > 1:
             group = resolve_group(mesh.group((axis,)))
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), group=group, group_src=0)
+            for tensor in locals_:
+                dist.broadcast(tensor, group=group, group_src=0)
 
 
-__all__ = ["parameter_of", "same_everywhere", "split_parameters"]
+__all__ = ["parameter_of", "same_everywhere", "split_parameters", "tensor_parallel"]
