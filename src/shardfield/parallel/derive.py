@@ -155,7 +155,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_composite(func) and not is_registered(func):
+        if is_composite(func) and (self._takes_parameters(args) or not is_registered(func)):
             with self:
                 return body_of(func)(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -169,6 +169,9 @@ class _Recorder(TorchFunctionMode):
         self.made |= {id(x): index for x in tensors}
         self._note(index, func, args, kwargs)
         return out
+
+    def _takes_parameters(self, args: tuple) -> bool:
+        return any(isinstance(x, Tensor) and id(x) in self.trace.names for x in args)
 
     def _note(self, index: int, func: Any, args: tuple, kwargs: dict) -> None:
         names = self.trace.names
@@ -269,8 +272,8 @@ def _candidates(
     for index in between:
         for x in tree_leaves(trace.calls[index].out):
             if isinstance(x, Tensor):
-                sizes.update(x.shape[-3:])
-                parts.update(n for n in x.shape if n <= 8)
+                sizes.update(n for n in x.shape[-3:] if n)
+                parts.update(n for n in x.shape if 0 < n <= 8)
     for call in (trace.calls[index] for index in between):
         out = call.out
         if isinstance(out, (list, tuple)) and len(out) <= 8:
