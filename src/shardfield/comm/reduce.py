@@ -35,7 +35,9 @@ def use(value: torch.Tensor, groups: tuple[str, ...], operation: str | None = No
         return value
     if value.grad_fn is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _Use.apply(value, groups, operation)
-    known = value.__dict__.setdefault("_shardfield_uses", {})
+    known = getattr(value, "_shardfield_uses", None)
+    if known is None:
+        known = value._shardfield_uses = {}  # type: ignore[attr-defined]
     found, version = known.get(groups, (None, -1))
     if found is None or version != value._version:
         found = _Use.apply(value, groups, operation)

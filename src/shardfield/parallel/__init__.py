@@ -1,6 +1,8 @@
-"""Parallelism around a model: wrapping, compiling."""
+"""Parallelism around a model: wrapping, splitting weights, compiling."""
 
 from shardfield.parallel.compile import compile
 from shardfield.parallel.parallelize import parallelize
+from shardfield.parallel.tensor_parallel import tensor_parallel
+from shardfield.parallel.tensor_plan import Split, TensorPlan
 
-__all__ = ["compile", "parallelize"]
+__all__ = ["Split", "TensorPlan", "compile", "parallelize", "tensor_parallel"]

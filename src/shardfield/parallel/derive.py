@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import gcd
 from typing import Any
@@ -93,15 +94,14 @@ def derive_plan(
             continue
         if any(f.weight in splits for f in firsts):
             continue
-        with trace.mode:
-            found = _first_silent(trace, last, between, firsts, ranks)
+        found = _first_silent(trace, last, between, firsts, ranks)
         if found is None:
             continue
-        for first, split in found.items():
-            splits[first.weight] = split.on(first.rows)
+        cuts, arrived = found
+        for first, cut in cuts.items():
+            splits[first.weight] = cut.on(first.rows)
             if first.bias is not None:
-                splits[first.bias] = split.on(0)
-        arrived = _arrived(trace, last, between, found, ranks)
+                splits[first.bias] = cut.on(0)
         splits[last.weight] = _of_dim(arrived, 1 - last.rows)
         rows_split.add(last.weight)
     splits |= _vocabulary(trace, splits, ranks)
@@ -252,14 +252,15 @@ class _Cut:
 
 def _first_silent(
     trace: _Trace, last: Linear, between: list[int], firsts: list[Linear], ranks: int
-) -> dict[Linear, _Cut] | None:
+) -> tuple[dict[Linear, _Cut], Dim] | None:
+    """The first cuts that come through without communication, and how they arrive."""
     for cuts in _candidates(trace, between, firsts, ranks):
         try:
             arrived = _arrived(trace, last, between, cuts, ranks)
         except Exception:  # noqa: BLE001 - would communicate, or takes no such split
             continue
         if arrived is not None:
-            return cuts
+            return cuts, arrived
     return None
 
 
@@ -267,33 +268,33 @@ def _candidates(
     trace: _Trace, between: list[int], firsts: list[Linear], ranks: int
 ) -> Iterator[dict[Linear, _Cut]]:
     """Ways to cut the features of all first maps alike; then with the small ones left whole."""
-    sizes = {1}
-    parts = {1}
-    for index in between:
-        for x in tree_leaves(trace.calls[index].out):
+    sizes, parts = {1}, {1}
+    for out in (trace.calls[index].out for index in between):
+        for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 sizes.update(n for n in x.shape[-3:] if n)
-                parts.update(n for n in x.shape if 0 < n <= 8)
-    for call in (trace.calls[index] for index in between):
-        out = call.out
-        if isinstance(out, (list, tuple)) and len(out) <= 8:
-            parts.add(len(out))
+                parts.update(n for n in x.shape if 0 < n <= _PARTS)
+        if isinstance(out, (list, tuple)):
+            parts.update({len(out)} if 0 < len(out) <= _PARTS else ())
     widest = max(first.features for first in firsts)
     for inner, outer in product(sorted(sizes), sorted(parts)):
-        some = [f for f in firsts if not f.features % (outer * inner)]
-        counts = {f: f.features // (outer * inner) for f in some}
-        for chosen in (some, [f for f in some if f.features == widest]):
-            units = [counts[f] for f in chosen]
-            if not units or (len(chosen) < len(firsts) and chosen is some):
-                continue
-            common = gcd(*units)
-            if common < ranks:
-                continue
-            dealt = balanced(common, ranks)
-            yield {
-                f: _Cut(outer, counts[f], inner, tuple(n * counts[f] // common for n in dealt))
-                for f in chosen
-            }
+        fitting = [f for f in firsts if not f.features % (outer * inner)]
+        groups = [[f for f in fitting if f.features == widest]]
+        if len(fitting) == len(firsts) > len(groups[0]):
+            groups.insert(0, fitting)
+        for group in groups:
+            counts = {f: f.features // (outer * inner) for f in group}
+            common = gcd(*counts.values())
+            if group and common >= ranks:
+                dealt = balanced(common, ranks)
+                yield {
+                    f: _Cut(outer, n, inner, tuple(share * n // common for share in dealt))
+                    for f, n in counts.items()
+                }
+
+
+# Parts of a fused projection, at most: queries, keys and values, gate and value, modulations.
+_PARTS = 8
 
 
 def _arrived(
@@ -304,10 +305,11 @@ def _arrived(
     values: dict[int, Any] = {}
     for first, cut in cuts.items():
         out = trace.calls[first.call].out
-        dims = [(Factor(size),) for size in out.shape]
+        dims: list[Dim] = [(Factor(size),) for size in out.shape]
         dims[-1] = cut.dim()
         layout = Layout(mesh, dims)
-        values[first.call] = wrap(out.new_empty(layout.local_shape), layout)
+        with trace.mode:
+            values[first.call] = wrap(out.new_empty(layout.local_shape), layout)
     with trace.mode, torch.no_grad(), record_traffic(Silence()):
         for index in between:
             call = trace.calls[index]
@@ -341,14 +343,10 @@ def _replaced(call: Call, trace: _Trace, values: dict[int, Any]) -> tuple[tuple,
     return tree_map(value, (call.args, call.kwargs))
 
 
+@cache
 def _mesh(ranks: int) -> MeshAxes:
-    found = _meshes.get(ranks)
-    if found is None:
-        found = _meshes[ranks] = MeshAxes((TENSOR,), (ranks,), (0,), ("nobody",))
-    return found
-
-
-_meshes: dict[int, MeshAxes] = {}
+    """Axes without processes, seen from the rank that has the largest share."""
+    return MeshAxes((TENSOR,), (ranks,), (0,), ("nobody",))
 
 
 def _of_dim(dim: Dim, place: int) -> Split:

@@ -12,7 +12,7 @@ from shardfield.axes import DATA, TENSOR, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
 from shardfield.parallel.tensor_parallel import same_everywhere
-from shardfield.tensor import manage
+from shardfield.tensor import ShardTensor, manage
 
 
 def parallelize(
@@ -34,7 +34,8 @@ def parallelize(
     Comm: weights and buffers once, now; per backward one all-reduce per bucket, over all ranks.
 
     Raises:
-        LayoutError: an unknown `params`, or a mesh with a `tensor` axis of more than one rank.
+        LayoutError: an unknown `params`; a mesh with a `tensor` axis of several ranks over which
+            no weight is split (see `tensor_parallel`).
     """
     axes = mesh_axes(mesh)
     if params != "replicate":
@@ -42,6 +43,17 @@ def parallelize(
             f"parallelize(params={params!r})",
             "parameters are replicated; other storage is not built yet",
             'params="replicate"',
+            "parallelize",
+        )
+    if (
+        TENSOR in axes.names
+        and axes.size((TENSOR,)) > 1
+        and not any(isinstance(parameter, ShardTensor) for parameter in model.parameters())
+    ):
+        raise LayoutError(
+            f"parallelize on a mesh with tensor={axes.size((TENSOR,))}",
+            "no weight is split over tensor: its ranks would all compute the same",
+            "shardfield.tensor_parallel(model, mesh, example=...) first, or a mesh without tensor",
             "parallelize",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):

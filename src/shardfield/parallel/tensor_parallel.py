@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfield.axes import TENSOR, MeshAxes, mesh_axes
-from shardfield.comm._torch import make_subclass, resolve_group
+from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.operands import part_of_plain
 from shardfield.parallel.derive import derive_plan
 from shardfield.parallel.tensor_plan import Split, TensorPlan
-from shardfield.tensor import ShardTensor, local_of
+from shardfield.tensor import ShardTensor, local_of, parameter
 
 
 def tensor_parallel(
@@ -107,28 +107,16 @@ def split_parameters(model: torch.nn.Module, plan: TensorPlan, mesh: MeshAxes) -
                 "tensor-parallel",
             )
     made = {
-        key: parameter_of(part_of_plain(whole.detach(), layouts[key]).clone(), layouts[key], whole)
+        key: parameter(
+            part_of_plain(whole.detach(), layouts[key]).clone(), layouts[key], whole.requires_grad
+        )
         for key, whole in {id(p): p for p in named.values()}.items()
         if key in layouts
     }
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in made:
-                module._parameters[name] = made[id(parameter)]
-
-
-def parameter_of(local: torch.Tensor, layout: Layout, like: torch.Tensor) -> torch.nn.Parameter:
-    """A split parameter: the object itself is autograd's leaf, as wrappers and optimizers expect.
-
-    Args:
-        local: this rank's shard.
-        like: the parameter it replaces.
-    """
-    # Not of the class with the tripwire: DDP and fused optimizers call ATen on parameters.
-    parameter = make_subclass(ShardTensor, local, like.requires_grad)
-    parameter._layout = layout
-    parameter._is_param = True
-    return parameter
+        for name, found in module._parameters.items():
+            if found is not None and id(found) in made:
+                module._parameters[name] = made[id(found)]
 
 
 def same_everywhere(model: torch.nn.Module, mesh: MeshAxes, over: tuple[str, ...]) -> None:
@@ -149,4 +137,4 @@ def same_everywhere(model: torch.nn.Module, mesh: MeshAxes, over: tuple[str, ...
                 dist.broadcast(tensor, group=group, group_src=0)
 
 
-__all__ = ["parameter_of", "same_everywhere", "split_parameters", "tensor_parallel"]
+__all__ = ["same_everywhere", "split_parameters", "tensor_parallel"]
