@@ -33,7 +33,7 @@ def use(value: torch.Tensor, groups: tuple[str, ...], operation: str | None = No
     """
     if not groups:
         return value
-    if value.grad_fn is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or value.grad_fn is None or not torch.is_grad_enabled():
         return _Use.apply(value, groups, operation)
     known = getattr(value, "_shardfield_uses", None)
     if known is None:
