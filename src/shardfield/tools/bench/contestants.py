@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -125,5 +126,6 @@ class ParallelizeModule(TensorParallel):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         columns, rows = ("q", "k", "v", "wide"), ("out", "back")
         for block in self.network.children():
-            plan = {name: ColwiseParallel() for name in columns}
-            parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in rows})
+            plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+            plan |= {name: RowwiseParallel() for name in rows}
+            parallelize_module(block, mesh, plan)
