@@ -18,7 +18,7 @@ from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
 from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
-from shardfield.parallel import compile, parallelize
+from shardfield.parallel import compile, no_sync, parallelize
 from shardfield.registry import allow_gather, register
 from shardfield.tensor import ShardTensor, serialized_globals
 
@@ -45,6 +45,7 @@ __all__ = [
     "linspace",
     "local_slices",
     "nn",
+    "no_sync",
     "ones",
     "ops",
     "parallelize",

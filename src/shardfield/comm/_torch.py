@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._library.effects import EffectType
+from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
@@ -145,6 +146,7 @@ __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "around_backward_hooks",
+    "broadcast_coalesced",
     "captures_leaf",
     "default_store",
     "functional",
