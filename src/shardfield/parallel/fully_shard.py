@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,16 +34,20 @@ def shard_parameters(
         axes: of the root mesh.
         hybrid: shard over the domain axes and replicate over data, instead of shard over both.
         blocks: units of their own; the model is the last unit and holds the rest.
-        options: those of `torch.distributed.fsdp.fully_shard`.
+        options: those of `torch.distributed.fsdp.fully_shard`; the `output_dtype` of its policy is
+            the model's, between blocks values keep their type.
 
     Comm: weights and buffers are broadcast once, now, and gathered once, unit by unit.
     """
     _check(model)
     mesh = parameter_mesh(axes, hybrid)
     synchronize(model, axes)
+    inner = dict(options)
+    if (policy := options.get("mp_policy")) is not None:
+        inner["mp_policy"] = replace(policy, output_dtype=None)
     units = [*reversed(self_contained(model, list(blocks))), model]
     for unit in units:
-        fully_shard(unit, mesh=mesh, **options)
+        fully_shard(unit, mesh=mesh, **(options if unit is model else inner))
         if not _averages(mesh):
             unit.set_force_sum_reduction_for_comms(True)
     taken: set[int] = set()

@@ -47,7 +47,8 @@ def parallelize(
         wrap: which submodules are blocks (one unit of FSDP2, or of recomputation): a class,
             several, or a function of a submodule. By default the repeated members of ModuleLists
             and Sequentials.
-        mixed_precision: FSDP2's policy; not for "replicate", whose place takes `torch.autocast`.
+        mixed_precision: FSDP2's policy, its `output_dtype` that of the model's output. Not for
+            "replicate": there `torch.autocast` does it.
         context_fn: with "recompute", the `context_fn` of `torch.utils.checkpoint.checkpoint`,
             such as a selective policy.
         options: of `torch.nn.parallel.DistributedDataParallel`, or of
