@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils.hooks import BackwardHook
 
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -145,6 +146,7 @@ __all__ = [
     "BelowAutograd",
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "RegisterPostBackwardFunction",
     "around_backward_hooks",
     "broadcast_coalesced",
     "captures_leaf",

@@ -35,13 +35,33 @@ def keep_less(
     Comm: "recompute" enters a block's collectives once more, on every rank.
     """
     for block in blocks:
-        run = getattr(block.forward, "__func__", None) or _unbound(block.forward)
+        around = _offloaded
         if kind == "recompute":
-            changed = _recomputed(run, context_fn or noop_context_fn)
-        else:
-            changed = _offloaded(run)
-        # Bound, so that a copied block runs itself and not the one it was copied from.
-        block.forward = MethodType(changed, block)
+            around = partial(_recomputed, context_fn=context_fn or noop_context_fn)
+        run = getattr(block.forward, "__func__", None) or _unbound(block.forward)
+        _put(block, around, run)
+
+
+def _put(block: nn.Module, around: Callable, run: Callable) -> None:
+    changed = around(run)
+    changed.around, changed.run = around, run
+    # Bound, so that a copied block runs itself and not the one it was copied from.
+    block.forward = MethodType(changed, block)
+
+
+def keeps_less(block: nn.Module) -> bool:
+    """Whether `keep_less` changed this very block."""
+    return hasattr(block.forward, "around")
+
+
+def replace_inside(block: nn.Module, change: Callable[[Callable], Callable]) -> None:
+    """Replaces the forward of a block, inside of what `keep_less` put around it."""
+    if not keeps_less(block):
+        block.forward = change(block.forward)
+        return
+    around: Any = block.forward
+    inner = change(MethodType(around.run, block))
+    _put(block, around.around, lambda self, *args, **kwargs: inner(*args, **kwargs))
 
 
 def check_activations(kind: str, context_fn: object, blocks: Sequence[nn.Module]) -> None:
@@ -77,7 +97,7 @@ def _unbound(forward: Callable) -> Callable:
 def _recomputed(run: Callable, context_fn: Callable[[], Any]) -> Callable:
     def forward(self, *args, **kwargs):
         contexts = context_fn
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             contexts = partial(_once_for_buffers, self, context_fn)
         return checkpoint(run, self, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -147,4 +167,4 @@ def _storage(tensor: torch.Tensor) -> int:
     return plain.untyped_storage()._cdata
 
 
-__all__ = ["KINDS", "check_activations", "keep_less"]
+__all__ = ["KINDS", "check_activations", "keep_less", "keeps_less", "replace_inside"]

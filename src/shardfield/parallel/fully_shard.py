@@ -14,10 +14,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardfield.axes import DATA, TENSOR, MeshAxes
-from shardfield.comm._torch import broadcast_coalesced, resolve_group
+from shardfield.comm._torch import (
+    RegisterPostBackwardFunction,
+    broadcast_coalesced,
+    resolve_group,
+)
 from shardfield.errors import LayoutError
 from shardfield.parallel.blocks import self_contained
-from shardfield.registry import manage
+from shardfield.registry import manage, register
+from shardfield.tensor import ShardTensor, local_of, wrap
 
 _BUCKET = 250 << 20  # bytes that one broadcast carries, as in DDP
 
@@ -97,6 +102,17 @@ def _averages(mesh: DeviceMesh) -> bool:
     """Whether the backend can average; gloo can only add."""
     wanted = f"{mesh.device_type}:nccl"
     return all(wanted in dist.get_backend_config(group) for group in mesh.get_all_groups())
+
+
+@register(RegisterPostBackwardFunction, uses=False)
+def _reduce_after_backward(op, group, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """FSDP2's identity on a unit's inputs, whose backward reduces the unit's gradients."""
+    shards = [value.layout if isinstance(value, ShardTensor) else None for value in inputs]
+    outputs = op(group, *(local_of(x) if isinstance(x, ShardTensor) else x for x in inputs))
+    return tuple(
+        value if layout is None else wrap(value, layout)
+        for value, layout in zip(outputs, shards, strict=True)
+    )
 
 
 def _flag_unsharded(unit: nn.Module, own: list[nn.Module]) -> None:
