@@ -249,15 +249,25 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     return use(value, groups_of(layout, axes), operation)
 
 
+class _Managed:
+    """A mark that names its object: a pickled or copied parameter is no longer managed.
+
+    Of an object, Dynamo guards the type; of a number it would guard the value, and compile equal
+    blocks of a model once each.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.of = id(parameter)
+
+
 def manage(parameter: torch.Tensor) -> None:
     """Marks a parameter whose gradient a wrapper averages over data and domain."""
-    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
+    parameter._shardfield_managed = _Managed(parameter)  # type: ignore[attr-defined]
 
 
 def _is_managed(value: torch.Tensor) -> bool:
     mark = getattr(value, "_shardfield_managed", None)
-    # The mark names its object: a pickled or copied parameter is no longer managed.
-    return mark is not None and (_compiling() or mark == id(value))
+    return mark is not None and (_compiling() or mark.of == id(value))
 
 
 @constant

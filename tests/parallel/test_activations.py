@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 from typing import Any, ClassVar
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -113,32 +114,30 @@ def test_every_way_gives_the_same_bits(axes):
 
 
 def _kept(rank):
-    """Bytes that a forward leaves allocated, by parameters and way."""
-    mesh, x = sample(rank, {"domain": 2}, torch.float32, (2, 2, 4096))
-    kept = {}
-    for params in ("replicate", "shard"):
-        for way, options in WAYS.items():
-            model = sf.parallelize(
-                made(Net, torch.float32).to(rank.device), mesh, params, **options
-            )
-            model(x).sum().backward()
-            kept[params, way] = kept_bytes(partial(model, x), rank.device, runs=2).kept
+    """Bytes that a forward leaves allocated, by way; for the last one, of replicated parameters."""
+    mesh, x = sample(rank, {"domain": 2}, torch.float32, (2, 2, 512))
+    kept = []
+    for params, way in (*(("shard", way) for way in WAYS), ("replicate", "recompute")):
+        model = made(Net, torch.float32).to(rank.device)
+        model = sf.parallelize(model, mesh, params, **WAYS[way])
+        model(x).sum().backward()
+        kept.append(kept_bytes(partial(model, x), rank.device, runs=2).kept)
     return kept
 
 
 def test_bytes_kept():
-    activation = 2 * WIDTH * 2048 * 4
+    activation = 2 * WIDTH * 256 * 4
     state = torch.get_rng_state().numel()
-    for kept in rank_pool(2).run(_kept):
-        for params in ("replicate", "shard"):
-            keep, recompute, offload, some = (kept[params, way] for way in WAYS)
-            # The stem's and every layer's output, which are the next one's input, and the random
-            # states; nothing else of size.
-            assert 0 <= recompute - 4 * activation - 3 * state < 512
-            assert keep > 3 * recompute
-            # Two convolutions a layer.
-            assert 0 <= some - recompute - 6 * activation < 3 * state
-            assert rank_pool(2).device != "cpu" or abs(offload - keep) < 512
+    for keep, recompute, offload, some, replicated in rank_pool(2).run(_kept):
+        # The stem's and every layer's output, which are the next one's input, and the random
+        # states; nothing else of size.
+        assert 0 <= recompute - 4 * activation - 3 * state < 512
+        assert abs(recompute - replicated) < 512
+        assert keep - recompute > 8 * activation
+        # Two convolutions a layer.
+        assert abs(some - recompute - 6 * activation) < 512
+        # Copies on the host are the same bytes where the device is the host.
+        assert offload < recompute if rank_pool(2).device != "cpu" else abs(offload - keep) < 512
 
 
 class Counting(torch.autograd.graph.save_on_cpu):
@@ -195,7 +194,8 @@ def test_recomputation_enters_the_collectives_of_its_block_once_more():
 
     for keep, recompute in rank_pool(2).run(body):
         blocks = keep[0] - Counter({"all_reduce": 1})  # the loss
-        assert recompute == [keep[0], keep[1] + blocks] or recompute == (keep[0], keep[1] + blocks)
+        assert blocks.total() > 0
+        assert recompute == (keep[0], keep[1] + blocks)
 
 
 def test_copied_and_pickled_models_run_themselves():
@@ -203,7 +203,7 @@ def test_copied_and_pickled_models_run_themselves():
         mesh, x = sample(rank, {"domain": 2})
         model: Any = sf.parallelize(made(Net), mesh, activations="recompute").module.eval()
         found = []
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for other in (copy.deepcopy(model), pickle.loads(cloudpickle.dumps(model))):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.5)
@@ -234,3 +234,21 @@ def test_what_cannot_be_done_is_refused():
             sf.parallelize(nn.Linear(2, 2), mesh, activations="recompute")
 
     rank_pool(2).run(body)
+
+
+def test_blocks_are_compiled_inside_of_what_stands_around_them():
+    def body(rank):
+        mesh, x = sample(rank, {"domain": 2})
+        found = []
+        for params, way in (("shard", "keep"), ("replicate", "recompute"), ("hybrid", "offload")):
+            model = sf.parallelize(made(Net).eval(), mesh, params, activations=way)
+            found.append(gradients(sf.compile(model, backend="aot_eager"), x))
+            assert len(found[-1]) == len(found[0])
+        eager = sf.parallelize(made(Net).eval(), mesh, "shard")
+        return found, gradients(eager, x)
+
+    for found, eager in rank_pool(2).run(body):
+        for way in (found[0], found[2]):
+            for mine, theirs in zip(way, eager, strict=True):
+                assert torch.allclose(mine, theirs, rtol=0, atol=1e-10)
+        assert torch.allclose(found[1][0], eager[0], rtol=0, atol=1e-10)

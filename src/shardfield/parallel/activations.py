@@ -1,4 +1,4 @@
-"""What a block keeps between forward and backward: everything, its inputs, or copies on the host."""
+"""What a block keeps for its backward: everything, its inputs, or copies on the host."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def _noting(held: list[tuple[dict, str]], written: list[tuple[dict, str]], inner
     with inner:
         yield
     written += [
-        place for place, seen in zip(held, before, strict=True) if _version(place[0][place[1]]) != seen
+        place
+        for place, seen in zip(held, before, strict=True)
+        if _version(place[0][place[1]]) != seen
     ]
 
 

@@ -19,6 +19,7 @@ from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 _DEFAULTS = {"fullgraph": True, "dynamic": False}
+_REBUILD_HALOS = RebuildHalos()  # one, so that the options of equal calls are equal
 
 
 def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Module | Callable:
@@ -67,7 +68,7 @@ def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
         return options
     mode = options.pop("mode", None)
     chosen = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    chosen |= {"custom_partitioner_fn": RebuildHalos(), **(options.get("options") or {})}
+    chosen |= {"custom_partitioner_fn": _REBUILD_HALOS, **(options.get("options") or {})}
     return {**options, "options": chosen}
 
 
