@@ -21,10 +21,11 @@ from shardfield.comm._torch import (
 )
 from shardfield.errors import LayoutError
 from shardfield.parallel.blocks import self_contained
-from shardfield.registry import manage, register
-from shardfield.tensor import ShardTensor, local_of, wrap
+from shardfield.parallel.tensor_parallel import same_everywhere
+from shardfield.registry import register
+from shardfield.tensor import ShardTensor, local_of, manage, wrap
 
-_BUCKET = 250 << 20  # bytes that one broadcast carries, as in DDP
+_BUCKET = 250 << 20  # bytes that one broadcast of buffers carries, as in DDP
 
 
 def shard_parameters(
@@ -46,11 +47,12 @@ def shard_parameters(
     """
     _check(model)
     mesh = parameter_mesh(axes, hybrid)
-    synchronize(model, axes)
+    same_everywhere(model, axes, tuple(name for name in axes.names if name != TENSOR))
     inner = dict(options)
     if (policy := options.get("mp_policy")) is not None:
         inner["mp_policy"] = replace(policy, output_dtype=None)
     units = [*reversed(self_contained(model, list(blocks))), model]
+    unit: Any
     for unit in units:
         fully_shard(unit, mesh=mesh, **(options if unit is model else inner))
         if not _averages(mesh):
@@ -84,18 +86,6 @@ def parameter_mesh(axes: MeshAxes, hybrid: bool) -> DeviceMesh:
         mesh=ranks.reshape(axes.size((DATA,)), -1),
         mesh_dim_names=(DATA, "domain"),
     )
-
-
-def synchronize(model: nn.Module, axes: MeshAxes) -> None:
-    """Gives the ranks of data x domain the parameters and buffers of the first of them."""
-    joint = tuple(name for name in axes.names if name != TENSOR)
-    values = [*model.parameters(), *model.buffers()]
-    _broadcast([value.detach() for value in values], axes.group(joint))
-
-
-def _broadcast(tensors: list[torch.Tensor], group: str) -> None:
-    if tensors:
-        broadcast_coalesced(resolve_group(group), tensors, _BUCKET, 0)
 
 
 def _averages(mesh: DeviceMesh) -> bool:
@@ -143,7 +133,8 @@ def _share_buffers(model: nn.Module, axes: MeshAxes) -> None:
 
     def share(module: nn.Module, *_: object) -> None:
         if torch.is_grad_enabled() and module.training:
-            _broadcast([buffer.detach() for buffer in module.buffers()], axes.group((DATA,)))
+            buffers = [buffer.detach() for buffer in module.buffers()]
+            broadcast_coalesced(resolve_group(axes.group((DATA,))), buffers, _BUCKET, 0)
 
     model.register_forward_pre_hook(share)
 
@@ -159,4 +150,4 @@ def _check(model: nn.Module) -> None:
         )
 
 
-__all__ = ["parameter_mesh", "shard_parameters", "synchronize"]
+__all__ = ["parameter_mesh", "shard_parameters"]

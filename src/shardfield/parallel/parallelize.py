@@ -16,7 +16,8 @@ from shardfield.errors import LayoutError
 from shardfield.parallel.activations import check_activations, keep_less
 from shardfield.parallel.blocks import Wrap, blocks_of, outermost
 from shardfield.parallel.fully_shard import shard_parameters
-from shardfield.registry import manage
+from shardfield.parallel.tensor_parallel import same_everywhere
+from shardfield.tensor import ShardTensor, manage
 
 KINDS = ("replicate", "shard", "hybrid")
 
@@ -65,10 +66,10 @@ def parallelize(
 
     Raises:
         LayoutError: an unknown choice, choices that exclude each other, or a mesh with a `tensor`
-            axis of more than one rank.
+            axis of several ranks over which no weight is split (see `tensor_parallel`).
     """
     axes = mesh_axes(mesh)
-    _check(axes, params, mixed_precision)
+    _check(model, axes, params, mixed_precision)
     blocks = blocks_of(model, wrap)
     check_activations(activations, context_fn, blocks)
     if activations != "keep":
@@ -80,7 +81,7 @@ def parallelize(
     return shard_parameters(model, axes, params == "hybrid", blocks, **options)
 
 
-def _check(axes: MeshAxes, params: str, mixed_precision: object) -> None:
+def _check(model: torch.nn.Module, axes: MeshAxes, params: str, mixed_precision: object) -> None:
     if params not in KINDS:
         raise LayoutError(
             f"parallelize(params={params!r})",
@@ -95,11 +96,15 @@ def _check(axes: MeshAxes, params: str, mixed_precision: object) -> None:
             'torch.autocast around the forward, or params="shard"',
             "parallelize",
         )
-    if TENSOR in axes.names and axes.size((TENSOR,)) > 1:
+    if (
+        TENSOR in axes.names
+        and axes.size((TENSOR,)) > 1
+        and not any(isinstance(parameter, ShardTensor) for parameter in model.parameters())
+    ):
         raise LayoutError(
             f"parallelize on a mesh with tensor={axes.size((TENSOR,))}",
-            "weights are not split over ranks yet",
-            "init_mesh(data=..., domain=...) without tensor",
+            "no weight is split over tensor: its ranks would all compute the same",
+            "shardfield.tensor_parallel(model, mesh, example=...) first, or a mesh without tensor",
             "parallelize",
         )
 
@@ -110,6 +115,9 @@ def _replicate(model: torch.nn.Module, axes: MeshAxes, options: dict[str, Any]) 
     joint = tuple(name for name in axes.names if name != TENSOR)
     several = DATA in axes.names and axes.size((DATA,)) > 1
     options = {"forward_sync_buffers": several, "gradient_as_bucket_view": True, **options}
+    # DDP sends detached parameters with ATen, which is refused of shards: the same, by us.
+    options["init_sync"] = False
+    same_everywhere(model, axes, joint)
     wrapped = DistributedDataParallel(
         model, process_group=resolve_group(axes.group(joint)), **options
     )
