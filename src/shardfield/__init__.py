@@ -18,7 +18,14 @@ from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
 from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
-from shardfield.parallel import Split, TensorPlan, compile, parallelize, tensor_parallel
+from shardfield.parallel import (
+    Split,
+    TensorPlan,
+    compile,
+    no_sync,
+    parallelize,
+    tensor_parallel,
+)
 from shardfield.registry import allow_gather, register
 from shardfield.tensor import ShardTensor, serialized_globals
 
@@ -47,6 +54,7 @@ __all__ = [
     "linspace",
     "local_slices",
     "nn",
+    "no_sync",
     "ones",
     "ops",
     "parallelize",

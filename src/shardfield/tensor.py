@@ -427,15 +427,26 @@ def local_of(x: Tensor) -> Tensor:
     return local
 
 
+class _Managed:
+    """A mark that names its object.
+
+    Of an object, Dynamo guards the type; of a number it would guard the value, and compile each of
+    a model's equal blocks anew.
+    """
+
+    def __init__(self, of: Tensor) -> None:
+        self.of = id(of)
+
+
 def manage(parameter: Tensor) -> None:
     """Marks a parameter whose gradient a wrapper averages over data and domain."""
-    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
+    parameter._shardfield_managed = _Managed(parameter)  # type: ignore[attr-defined]
 
 
 def is_managed(value: Tensor) -> bool:
     """Whether `manage` marked this very object: a pickled or copied one is no longer managed."""
     mark = getattr(value, "_shardfield_managed", None)
-    return mark is not None and (_compiling() or mark == id(value))
+    return mark is not None and (_compiling() or mark.of == id(value))
 
 
 def _refuse_foreign(x: Tensor) -> None:

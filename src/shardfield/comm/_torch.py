@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._library.effects import EffectType
+from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils.hooks import BackwardHook
 
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -146,7 +148,9 @@ __all__ = [
     "BelowAutograd",
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "RegisterPostBackwardFunction",
     "around_backward_hooks",
+    "broadcast_coalesced",
     "captures_leaf",
     "default_store",
     "functional",

@@ -1,8 +1,9 @@
 """Parallelism around a model: wrapping, splitting weights, compiling."""
 
+from shardfield.parallel.accumulate import no_sync
 from shardfield.parallel.compile import compile
 from shardfield.parallel.parallelize import parallelize
 from shardfield.parallel.tensor_parallel import tensor_parallel
 from shardfield.parallel.tensor_plan import Split, TensorPlan
 
-__all__ = ["Split", "TensorPlan", "compile", "parallelize", "tensor_parallel"]
+__all__ = ["Split", "TensorPlan", "compile", "no_sync", "parallelize", "tensor_parallel"]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch._inductor
 from torch._dynamo.exc import TorchDynamoException
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardfield.errors import ShardfieldError
+from shardfield.parallel.activations import keeps_less, replace_inside
 from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
+
+_DEFAULTS = {"fullgraph": True, "dynamic": False}
+_REBUILD_HALOS = RebuildHalos()  # one, so that the options of equal calls are equal
 
 
 def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Module | Callable:
@@ -21,7 +27,8 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
 
     Args:
         target: called with any nesting of ShardTensors, tensors and constants. What `parallelize`
-            returns is compiled in place, inside its wrapper.
+            returns is compiled in place, inside its wrapper; block by block where parameters are
+            sharded or activations recomputed or offloaded, and eagerly between blocks.
         options: those of `torch.compile`; `fullgraph=True` and `dynamic=False` by default, since
             the sizes of shards are part of their layout.
 
@@ -35,10 +42,24 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
         # Dynamo does not trace the wrapper; what it wraps is what costs time.
         target.module = compile(target.module, **options)
         return target
-    options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
+    options = _with_partitioner({**_DEFAULTS, **options})
+    if isinstance(target, torch.nn.Module) and (blocks := _compiled_alone(target)):
+        for block in blocks:
+            replace_inside(block, partial(_boundary, options=options))
+        return target
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)
     return _boundary(target, options)
+
+
+def _compiled_alone(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The innermost of the parts around whose forward something is done that is not traced.
+
+    That are FSDP2's hooks, recomputation and offloading.
+    """
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule) or keeps_less(m)]
+    chosen = {id(part) for part in parts}
+    return [part for part in parts if sum(id(m) in chosen for m in part.modules()) == 1]
 
 
 def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +68,7 @@ def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
         return options
     mode = options.pop("mode", None)
     chosen = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    chosen |= {"custom_partitioner_fn": RebuildHalos(), **(options.get("options") or {})}
+    chosen |= {"custom_partitioner_fn": _REBUILD_HALOS, **(options.get("options") or {})}
     return {**options, "options": chosen}
 
 
