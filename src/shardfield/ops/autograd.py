@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardfield.comm._torch import in_backward
+from shardfield.comm._torch import DisableTorchFunction, in_backward
 from shardfield.errors import LayoutError
 from shardfield.operands import part_of_plain
 from shardfield.registry import register
@@ -51,6 +51,13 @@ def backward(
     cotangents = [_cotangent(y, g) for y, g in zip(tensors, given, strict=True)]
     leaves = None if inputs is None else [_plain(x) for x in _several(inputs)]
     op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
+
+
+@register(torch.Tensor._is_view, uses=False)
+def is_view(op, input: ShardTensor) -> bool:
+    """Of the tensor that operations act on; torch's pipelines detach in place what is no view."""
+    with DisableTorchFunction():
+        return op(input if input._local is None else input._local)
 
 
 def _plain(value: Tensor) -> Tensor:
