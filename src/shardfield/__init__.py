@@ -18,7 +18,7 @@ from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
 from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
-from shardfield.parallel import compile, parallelize
+from shardfield.parallel import compile, parallelize, pipeline_stages
 from shardfield.registry import allow_gather, register
 from shardfield.tensor import ShardTensor, serialized_globals
 
@@ -48,6 +48,7 @@ __all__ = [
     "ones",
     "ops",
     "parallelize",
+    "pipeline_stages",
     "plan_attention",
     "rand",
     "randn",
