@@ -18,7 +18,14 @@ from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
 from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
-from shardfield.parallel import compile, parallelize, pipeline_stages
+from shardfield.parallel import (
+    Split,
+    TensorPlan,
+    compile,
+    parallelize,
+    pipeline_stages,
+    tensor_parallel,
+)
 from shardfield.registry import allow_gather, register
 from shardfield.tensor import ShardTensor, serialized_globals
 
@@ -32,6 +39,8 @@ __all__ = [
     "RankFailure",
     "ShardTensor",
     "ShardfieldError",
+    "Split",
+    "TensorPlan",
     "UnsupportedOperation",
     "allow_gather",
     "arange",
@@ -53,5 +62,6 @@ __all__ = [
     "rand",
     "randn",
     "register",
+    "tensor_parallel",
     "zeros",
 ]

@@ -20,7 +20,7 @@ from shardfield.composite import body_of, is_composite
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
-from shardfield.tensor import EagerShardTensor, ShardTensor, local_of, wrap
+from shardfield.tensor import EagerShardTensor, ShardTensor, is_managed, local_of, wrap
 
 log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
@@ -135,6 +135,11 @@ def resolve_all(functions: Iterable[Any]) -> None:
                 _enter(function, found)
 
 
+def is_registered(function: Any) -> bool:
+    """Whether a function has a handler of its own."""
+    return function in _handlers
+
+
 def handler_of(function: Any) -> Handler:
     """The handler of a torch function; one that refuses if there is none."""
     found = _handlers.get(function)
@@ -240,24 +245,13 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     if not axes or not value.requires_grad:
         return value
     operation = current_operation()
-    if _is_managed(value):
+    if is_managed(value):
         # The wrapper averages over data and domain only: over tensor the sum is ours.
         averaged = tuple(axis for axis in axes if axis != TENSOR)
         groups = groups_of(layout, averaged)
         value = scale_gradient(value, _ranks(layout, averaged), groups, operation)
         axes = tuple(axis for axis in axes if axis == TENSOR)
     return use(value, groups_of(layout, axes), operation)
-
-
-def manage(parameter: torch.Tensor) -> None:
-    """Marks a parameter whose gradient a wrapper averages over data and domain."""
-    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
-
-
-def _is_managed(value: torch.Tensor) -> bool:
-    mark = getattr(value, "_shardfield_managed", None)
-    # The mark names its object: a pickled or copied parameter is no longer managed.
-    return mark is not None and (_compiling() or mark == id(value))
 
 
 @constant

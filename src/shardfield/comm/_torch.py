@@ -131,6 +131,8 @@ def around_backward_hooks(around) -> None:
 
 def captures_leaf(node) -> bool:
     """Whether the running backward is `autograd.grad` and returns this leaf's gradient."""
+    if node.name() == "AliasBackward0":  # a split parameter is used through an alias
+        node = node.next_functions[0][0]
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError as error:

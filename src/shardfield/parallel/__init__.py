@@ -1,7 +1,16 @@
-"""Parallelism around a model: wrapping, compiling, cutting into stages."""
+"""Parallelism around a model: wrapping, splitting weights, cutting into stages, compiling."""
 
 from shardfield.parallel.compile import compile
 from shardfield.parallel.parallelize import parallelize
 from shardfield.parallel.pipeline import pipeline_stages
+from shardfield.parallel.tensor_parallel import tensor_parallel
+from shardfield.parallel.tensor_plan import Split, TensorPlan
 
-__all__ = ["compile", "parallelize", "pipeline_stages"]
+__all__ = [
+    "Split",
+    "TensorPlan",
+    "compile",
+    "parallelize",
+    "pipeline_stages",
+    "tensor_parallel",
+]

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardfield.axes import DATA, TENSOR, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
-from shardfield.registry import manage
+from shardfield.parallel.tensor_parallel import same_everywhere
+from shardfield.tensor import ShardTensor, manage
 
 
 def parallelize(
@@ -33,7 +34,8 @@ def parallelize(
     Comm: weights and buffers once, now; per backward one all-reduce per bucket, over all ranks.
 
     Raises:
-        LayoutError: an unknown `params`, or a mesh with a `tensor` axis of more than one rank.
+        LayoutError: an unknown `params`; a mesh with a `tensor` axis of several ranks over which
+            no weight is split (see `tensor_parallel`).
     """
     axes = mesh_axes(mesh)
     if params != "replicate":
@@ -43,11 +45,15 @@ def parallelize(
             'params="replicate"',
             "parallelize",
         )
-    if TENSOR in axes.names and axes.size((TENSOR,)) > 1:
+    if (
+        TENSOR in axes.names
+        and axes.size((TENSOR,)) > 1
+        and not any(isinstance(parameter, ShardTensor) for parameter in model.parameters())
+    ):
         raise LayoutError(
             f"parallelize on a mesh with tensor={axes.size((TENSOR,))}",
-            "weights are not split over ranks yet",
-            "init_mesh(data=..., domain=...) without tensor",
+            "no weight is split over tensor: its ranks would all compute the same",
+            "shardfield.tensor_parallel(model, mesh, example=...) first, or a mesh without tensor",
             "parallelize",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -55,6 +61,9 @@ def parallelize(
     joint = tuple(name for name in axes.names if name != TENSOR)
     several = DATA in axes.names and axes.size((DATA,)) > 1
     options = {"forward_sync_buffers": several, "gradient_as_bucket_view": True, **ddp}
+    # DDP sends detached parameters with ATen, which is refused of shards: the same, by us.
+    options["init_sync"] = False
+    same_everywhere(model, axes, joint)
     wrapped = DistributedDataParallel(
         model, process_group=resolve_group(axes.group(joint)), **options
     )
