@@ -324,6 +324,43 @@ def test_making_stages_changes_nothing():
     rank_pool(4).run(body)
 
 
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    "domain", [1, pytest.param(2, marks=pytest.mark.conformance)], ids="domain={}".format
+)
+def test_weights_split_inside_a_stage(domain):
+    x = torch.randn(4, 7, 6, dtype=torch.float64)
+
+    def made():
+        torch.manual_seed(0)
+        return [nn.Sequential(Mlp(), Mlp()).double() for _ in range(2)]
+
+    def body(rank):
+        mesh = rank.mesh(pipe=2, domain=domain, tensor=2)
+        pipe, part = mesh.get_local_rank("pipe"), made()[mesh.get_local_rank("pipe")]
+        sf.tensor_parallel(part, mesh, example=(x[:2],))
+        shard = sf.distribute_tensor(x, mesh["domain"], [Shard(1)], None, [[7], [5, 2]][domain - 1])
+        [stage] = sf.pipeline_stages([sf.parallelize(part, mesh)], mesh, shard[:2])
+        run = Schedule1F1B(stage, 2, loss_fn=F.mse_loss)
+        run.step(*((shard,) if pipe == 0 else ()), target=x + 1 if pipe else None)
+        grads = [p.grad for p in part.parameters()]
+        return pipe, [g.full_tensor() if isinstance(g, sf.ShardTensor) else g for g in grads]
+
+    first, second = made()
+    F.mse_loss(second(first(x)), x + 1).backward()
+    for pipe, found in rank_pool(4 * domain).run(body):
+        for mine, whole in zip(found, (first, second)[pipe].parameters(), strict=True):
+            torch.testing.assert_close(mine, whole.grad, rtol=1e-10, atol=1e-12)
+
+
 class Recomputed(nn.Module):
     def __init__(self, part):
         super().__init__()
