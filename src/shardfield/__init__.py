@@ -24,6 +24,7 @@ from shardfield.parallel import (
     compile,
     no_sync,
     parallelize,
+    pipeline_stages,
     tensor_parallel,
 )
 from shardfield.registry import allow_gather, register
@@ -58,6 +59,7 @@ __all__ = [
     "ones",
     "ops",
     "parallelize",
+    "pipeline_stages",
     "plan_attention",
     "rand",
     "randn",

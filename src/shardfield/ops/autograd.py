@@ -55,6 +55,13 @@ def backward(
         op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
 
 
+@register(torch.Tensor._is_view, uses=False)
+def is_view(op, input: ShardTensor) -> bool:
+    """Of the tensor that operations act on; torch's pipelines detach in place what is no view."""
+    with DisableTorchFunction():
+        return op(input if input._local is None else input._local)
+
+
 def _plain(value: Tensor) -> Tensor:
     return local_of(value) if isinstance(value, ShardTensor) else value
 

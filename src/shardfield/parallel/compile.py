@@ -134,9 +134,16 @@ def _opened(value):
 
 
 def _split(leaves):
-    opened = [local_of(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    opened = [_boundary_tensor(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
     layouts = [leaf._layout if isinstance(leaf, ShardTensor) else None for leaf in leaves]
     return opened, layouts
+
+
+def _boundary_tensor(x: ShardTensor) -> torch.Tensor:
+    """The plain tensor, no view of a ShardTensor, which Dynamo would ask for its own base."""
+    local = local_of(x)
+    # What was made under no_grad keeps no plain tensor, and an alias of it is a view of it.
+    return local.data if x._local is None and not local.requires_grad else local
 
 
 __all__ = ["CompiledModule", "compile"]
