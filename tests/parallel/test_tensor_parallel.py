@@ -343,6 +343,20 @@ def llama():
     )  # fmt: skip
 
 
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y + self.second(F.gelu(y))
+
+
+def test_features_that_are_used_elsewhere_too_are_not_split() -> None:
+    assert not derive_plan(Skipping(), (torch.ones(2, 8),), {}, 2).splits
+
+
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_generation_with_a_cache(build) -> None:
     for equal, collectives in rank_pool(2).run(generated, build):

@@ -96,7 +96,7 @@ def derive_plan(
         between, firsts = trace.between(last)
         if not firsts or last.weight in splits or any(f.weight in rows_split for f in firsts):
             continue
-        if any(f.weight in splits for f in firsts):
+        if any(f.weight in splits for f in firsts) or trace.leaks(firsts, between, last):
             continue
         found = _first_silent(trace, last, between, firsts, ranks)
         if found is None:
@@ -142,6 +142,18 @@ class _Trace:
             found.add(index)
             pending += self.calls[index].sources
         return sorted(found), [firsts[index] for index in sorted(firsts)]
+
+    def leaks(self, firsts: list[Linear], between: list[int], last: Linear) -> bool:
+        """Whether what the first maps return is used elsewhere too, where it would be gathered."""
+        reached = {first.call for first in firsts}
+        inside = {*between, last.call}
+        for index, call in enumerate(self.calls):
+            if reached.intersection(call.sources):
+                if index not in inside:
+                    return True
+                if index != last.call:
+                    reached.add(index)
+        return False
 
     def _source(self, index: int, place: int) -> int | None:
         call = self.calls[index]
