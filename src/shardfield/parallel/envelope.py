@@ -1,7 +1,7 @@
 """Parameters that FSDP2 can hold although they are split: DTensors on one mesh, opened at use.
 
-Beside plain tensors FSDP2 shards DTensors only, and these know nothing of our layouts. So the DTensor
-is an envelope around the local part; what the layout says stays here (see docs/adr/0002).
+FSDP2 takes plain tensors and DTensors, and neither knows our layouts. So the DTensor is an envelope
+around the local part; what the layout says stays here (see docs/adr/0002).
 """
 
 from __future__ import annotations

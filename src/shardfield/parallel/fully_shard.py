@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shardfield.parallel.tensor_parallel import same_everywhere
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, manage, wrap
 
+_meshes: dict[tuple, DeviceMesh] = {}
 _BUCKET = 250 << 20  # bytes that one broadcast of buffers carries, as in DDP
 
 
@@ -77,11 +78,10 @@ def shard_parameters(
     return model
 
 
-@cache
 def parameter_mesh(axes: MeshAxes, hybrid: bool) -> DeviceMesh:
     """The mesh of parameters: data x domain as one axis, or (data, domain); then tensor, if any.
 
-    One object for one root mesh, as torch asks of the parameters of a model.
+    Equal ones are the same object, as torch asks of the parameters of a model.
 
     Comm: the first call of a root mesh makes the joint process groups.
     """
@@ -94,15 +94,21 @@ def parameter_mesh(axes: MeshAxes, hybrid: bool) -> DeviceMesh:
         parts = {DATA: (DATA,), "domain": domain}
     if _is_split(axes):
         parts[TENSOR] = (TENSOR,)
-    groups = [resolve_group(axes.group(names)) for names in parts.values()]
-    shape = [axes.size(names) for names in parts.values()]
     names = tuple(parts)
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], root.device_type, mesh_dim_names=names)
     order = [axes.names.index(name) for part in parts.values() for name in part]
     order += sorted({*range(root.ndim)} - {*order})  # a tensor axis of one rank
-    ranks = root.mesh.permute(order).reshape(shape)
-    return DeviceMesh.from_group(groups, root.device_type, mesh=ranks, mesh_dim_names=names)
+    ranks = root.mesh.permute(order).reshape([axes.size(part) for part in parts.values()])
+    key = root.device_type, names, tuple(ranks.shape), tuple(ranks.flatten().tolist())
+    if key not in _meshes:
+        groups = [resolve_group(axes.group(part)) for part in parts.values()]
+        one = len(groups) == 1
+        _meshes[key] = DeviceMesh.from_group(
+            groups[0] if one else groups,
+            root.device_type,
+            mesh=None if one else ranks,
+            mesh_dim_names=names,
+        )
+    return _meshes[key]
 
 
 def _is_split(axes: MeshAxes) -> bool:
