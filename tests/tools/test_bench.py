@@ -88,7 +88,7 @@ def test_a_pointwise_module_needs_no_rows() -> None:
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (4, ["conv stack", "conv3d stack", "U-Net"]),
+        (4, ["conv stack", "conv stack, FSDP2", "conv3d stack", "U-Net"]),
         (2, ["SegResNet", "attention 4096", "ViT blocks"]),  # 2 divides the 6 heads
     ],
 )

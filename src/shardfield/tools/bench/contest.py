@@ -14,6 +14,7 @@ import shardfield as sf
 from shardfield.tools.bench.contestants import (
     ByHand,
     Contestant,
+    FullyShardedByHand,
     OneProcess,
     Sharded,
 )
@@ -65,6 +66,7 @@ def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) 
     makers: dict[str, Callable[[Workload], Contestant]] = {
         "shardfield": Sharded,
         **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
+        "FSDP2 by hand": FullyShardedByHand,
         "one process": OneProcess,
     }
     first = dist.get_rank() == 0
@@ -114,7 +116,7 @@ def _check_agreement(
     """Relative distance of each gradient from one process's; the same verdict on every rank."""
     distances = {}
     some = next(iter(contestants.values()))
-    reference = [torch.empty_like(p) for p in some.network.parameters()]
+    reference = [torch.empty(p.shape) for p in some.network.parameters()]
     if "one process" in contestants:
         reference = contestants["one process"].gradients()
     expected = torch.cat([t.reshape(-1) for t in reference]).double()
