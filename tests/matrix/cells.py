@@ -28,6 +28,7 @@ MESHES: dict[str, tuple[dict[str, int], str]] = {
     "domain 2, FSDP2": ({"domain": 2}, "shard"),
     "data 2, domain 2, FSDP2": ({"data": 2, "domain": 2}, "shard"),
     "data 2, domain 2, HSDP": ({"data": 2, "domain": 2}, "hybrid"),
+    "domain 2, tensor 2, FSDP2": ({"domain": 2, "tensor": 2}, "shard"),
     "data 2, domain 2, tensor 2": ({"data": 2, "domain": 2, "tensor": 2}, "replicate"),
     "data 2, h 2, w 2": ({"data": 2, "h": 2, "w": 2}, "replicate"),
 }
@@ -158,5 +159,3 @@ def _split(value: torch.Tensor, net: Net, mesh, axes: dict[str, int]) -> torch.T
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     found = parameter.detach()
     return found.full_tensor() if isinstance(found, (DTensor, sf.ShardTensor)) else found
-
-

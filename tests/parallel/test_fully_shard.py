@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardfield as sf
 from shardfield.comm.collectives import record_traffic
+from shardfield.operands import part_of_plain
 from shardfield.parallel.blocks import blocks_of, outermost, self_contained
 from shardfield.testing import rank_pool
 
@@ -340,6 +341,101 @@ def test_case_24_a_mixed_precision_policy_is_as_close_as_in_one_process():
         assert error(answer) <= 2 * error(rough) + 1e-3
 
 
+class Gated(nn.Module):
+    """A column-split map into a row-split one, five features over two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.wide, self.back = nn.Linear(4, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return x + self.back(F.gelu(self.wide(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList([Gated(), Gated()])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tokens(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 7, 3, dtype=torch.float64, generator=generator)
+
+
+def tensor_step(model, optimizer, x):
+    optimizer.zero_grad()
+    with sf.no_sync(model):
+        model(x).square().mean().backward()
+    model(x).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return float(whole(norm))
+
+
+def _split_over_tensor(rank, axes, params, activations):
+    """Norms, and the largest distance of this rank's parts of the parameters from one process's."""
+    mesh = rank.mesh(**axes)
+    replicas = axes.get("data", 1)
+    mine = mesh.get_local_rank("data") if replicas > 1 else 0
+    alone, model = made(Stack), made(Stack)
+    sf.tensor_parallel(model, mesh, example=(tokens(0),))
+    layouts = [getattr(p, "layout", None) for p in model.parameters()]
+    layouts = [found if isinstance(found, sf.Layout) else None for found in layouts]
+    model = sf.parallelize(model, mesh, params, activations=activations)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in (model, alone)]
+    norms = []
+    for i in range(3):
+        x = tokens(i)
+        part = x.chunk(replicas)[mine]
+        split = sf.distribute_tensor(part, mesh["domain"], [Shard(1)], None, [5, 2])
+        norms.append(
+            (tensor_step(model, optimizers[0], split), tensor_step(alone, optimizers[1], x))
+        )
+    worst = 0.0
+    held_bytes = 0
+    for layout, p, q in zip(layouts, model.parameters(), alone.parameters(), strict=True):
+        expected = q.detach() if layout is None else part_of_plain(q.detach(), layout)
+        over = p.device_mesh["domain" if params == "hybrid" and replicas > 1 else "data_domain"]
+        pieces = [*expected.chunk(over.size()), *[expected[:0]] * over.size()]
+        found = p.to_local()
+        held_bytes += found.numel()
+        assert found.shape == pieces[over.get_local_rank()].shape
+        worst = max([worst, *(found - pieces[over.get_local_rank()]).abs().flatten().tolist()])
+    return norms, worst, held_bytes
+
+
+@pytest.mark.parametrize(
+    ("axes", "params", "activations"),
+    [
+        ({"domain": 2, "tensor": 2}, "shard", "recompute"),
+        long({"domain": 2, "tensor": 2}, "shard", "offload"),
+        long({"data": 2, "domain": 2, "tensor": 2}, "shard", "keep"),
+        long({"data": 2, "domain": 2, "tensor": 2}, "hybrid", "recompute"),
+    ],
+    ids=name,
+)
+def test_case_28_parameters_split_over_tensor_too(axes, params, activations):
+    answers = rank_pool(world(axes)).run(_split_over_tensor, axes, params, activations)
+    for norms, worst, _ in answers:
+        assert worst < 1e-10
+        for found, expected in norms:
+            assert found == pytest.approx(expected, rel=1e-10)
+    if params == "shard":
+        # The stem and the norms are whole on either tensor rank, three of the blocks' four are not.
+        whole_ones = 16 + 2 * (8 + 4)
+        split_ones = 2 * (20 + 5 + 20)
+        assert sum(count for _, _, count in answers) == axes["tensor"] * whole_ones + split_ones
+
+
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -394,6 +490,10 @@ def test_what_cannot_be_sharded_is_refused():
             sf.parallelize(scaled, mesh, "shard")
         with pytest.raises(sf.LayoutError, match="no submodule is of that kind"):
             sf.parallelize(Net(), mesh, "shard", wrap=nn.LSTM)
+        mesh, stack = rank.mesh(domain=1, tensor=2), Stack()
+        sf.tensor_parallel(stack, mesh, example=(tokens(0).float(),))
+        with pytest.raises(sf.LayoutError, match=r"'stem\.weight' is split over tensor"):
+            sf.compile(sf.parallelize(stack, mesh, "shard"))
 
     rank_pool(2).run(body)
 

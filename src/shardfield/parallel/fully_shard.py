@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardfield.axes import DATA, TENSOR, MeshAxes
@@ -20,11 +21,14 @@ from shardfield.comm._torch import (
     resolve_group,
 )
 from shardfield.errors import LayoutError
+from shardfield.parallel.activations import replace_inside
 from shardfield.parallel.blocks import self_contained
+from shardfield.parallel.envelope import enclose, opened
 from shardfield.parallel.tensor_parallel import same_everywhere
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, manage, wrap
 
+_meshes: dict[tuple, DeviceMesh] = {}
 _BUCKET = 250 << 20  # bytes that one broadcast of buffers carries, as in DDP
 
 
@@ -46,13 +50,18 @@ def shard_parameters(
     Comm: weights and buffers are broadcast once, now, and gathered once, unit by unit.
     """
     _check(model)
-    mesh = parameter_mesh(axes, hybrid)
     same_everywhere(model, axes, tuple(name for name in axes.names if name != TENSOR))
+    mesh, split = parameter_mesh(axes, hybrid), _is_split(axes)
+    units: list[Any] = [*reversed(self_contained(model, list(blocks))), model]
+    layouts = {}
+    if split:
+        layouts = enclose(model, mesh)
+        dims = [name for name in mesh.mesh_dim_names or () if name != TENSOR]
+        replicate = dims[0] if len(dims) > 1 else None
+        options["dp_mesh_dims"] = DataParallelMeshDims(shard=dims[-1], replicate=replicate)
     inner = dict(options)
     if (policy := options.get("mp_policy")) is not None:
         inner["mp_policy"] = replace(policy, output_dtype=None)
-    units = [*reversed(self_contained(model, list(blocks))), model]
-    unit: Any
     for unit in units:
         fully_shard(unit, mesh=mesh, **(options if unit is model else inner))
         if not _averages(mesh):
@@ -61,13 +70,18 @@ def shard_parameters(
     for unit in units:
         own = [module for module in unit.modules() if id(module) not in taken]
         taken |= {id(module) for module in own}
-        _flag_unsharded(unit, own)
+        if split:
+            replace_inside(unit, partial(opened, own=own, layouts=layouts))
+        else:
+            _flag_unsharded(unit, own)
     _share_buffers(model, axes)
     return model
 
 
 def parameter_mesh(axes: MeshAxes, hybrid: bool) -> DeviceMesh:
-    """The mesh that parameters are sharded over: data x domain in one dim, or (data, domain).
+    """The mesh of parameters: data x domain as one axis, or (data, domain); then tensor, if any.
+
+    Equal ones are the same object, as torch asks of the parameters of a model.
 
     Comm: the first call of a root mesh makes the joint process groups.
     """
@@ -75,17 +89,30 @@ def parameter_mesh(axes: MeshAxes, hybrid: bool) -> DeviceMesh:
     assert root is not None
     domain = tuple(name for name in axes.names if name not in (DATA, TENSOR))
     joint = tuple(name for name in axes.names if name != TENSOR)
-    if not hybrid or joint == domain or not domain:
-        group = resolve_group(axes.group(joint))
-        return DeviceMesh.from_group(group, root.device_type, mesh_dim_names=("data_domain",))
-    groups = [resolve_group(axes.group(names)) for names in ((DATA,), domain)]
-    ranks = torch.tensor(dist.get_process_group_ranks(resolve_group(axes.group(joint))))
-    return DeviceMesh.from_group(
-        groups,
-        root.device_type,
-        mesh=ranks.reshape(axes.size((DATA,)), -1),
-        mesh_dim_names=(DATA, "domain"),
-    )
+    parts = {"data_domain": joint}
+    if hybrid and DATA in joint and domain:
+        parts = {DATA: (DATA,), "domain": domain}
+    if _is_split(axes):
+        parts[TENSOR] = (TENSOR,)
+    names = tuple(parts)
+    order = [axes.names.index(name) for part in parts.values() for name in part]
+    order += sorted({*range(root.ndim)} - {*order})  # a tensor axis of one rank
+    ranks = root.mesh.permute(order).reshape([axes.size(part) for part in parts.values()])
+    key = root.device_type, names, tuple(ranks.shape), tuple(ranks.flatten().tolist())
+    if key not in _meshes:
+        groups = [resolve_group(axes.group(part)) for part in parts.values()]
+        one = len(groups) == 1
+        _meshes[key] = DeviceMesh.from_group(
+            groups[0] if one else groups,
+            root.device_type,
+            mesh=None if one else ranks,
+            mesh_dim_names=names,
+        )
+    return _meshes[key]
+
+
+def _is_split(axes: MeshAxes) -> bool:
+    return TENSOR in axes.names and axes.size((TENSOR,)) > 1
 
 
 def _averages(mesh: DeviceMesh) -> bool:

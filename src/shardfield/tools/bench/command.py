@@ -10,6 +10,7 @@ from rich.console import Console
 NAMES = (
     "tiny",
     "conv stack",
+    "conv stack, FSDP2",
     "conv3d stack",
     "U-Net",
     "SegResNet",

@@ -14,6 +14,7 @@ import shardfield as sf
 from shardfield.tools.bench.contestants import (
     ByHand,
     Contestant,
+    FullyShardedByHand,
     OneProcess,
     ParallelizeModule,
     Sharded,
@@ -68,6 +69,7 @@ def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) 
         "shardfield": TensorParallel if workload.split is None else Sharded,
         **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
         "parallelize_module": ParallelizeModule,
+        "FSDP2 by hand": FullyShardedByHand,
         "one process": OneProcess,
     }
     first = dist.get_rank() == 0

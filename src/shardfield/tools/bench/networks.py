@@ -21,6 +21,7 @@ class Workload:
         target_shape: Global shape of the output.
         rivals: Names of the hand-written ones.
         split: The dim of the sample that is split; None: the weights are, over tensor ranks.
+        params: Where the library keeps the parameters.
         rounding: What the gradients of two correct float32 programs that add in another order may
             differ by, of their norm: far less than one lost halo row costs.
     """
@@ -31,6 +32,7 @@ class Workload:
     target_shape: tuple[int, ...]
     rivals: tuple[str, ...] = ("by hand",)
     split: int | None = 2
+    params: str = "replicate"
     rounding: float = 2e-5
 
     @property
@@ -209,6 +211,14 @@ def workloads(scale: int = 1) -> list[Workload]:
             1,
         ),
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
+        Workload(
+            "conv stack, FSDP2",
+            lambda: conv_stack(8, 32, 2),
+            conv_shape,
+            conv_shape,
+            ("FSDP2 by hand",),
+            params="shard",
+        ),
         Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
         Workload("U-Net", lambda: UNet(32), (1, 32, square, square), (1, 1, square, square)),
         # Plain torch's own float32 gradient is 8e-5 from the one in float64.
