@@ -17,6 +17,7 @@ NAMES = (
     "attention 4096",
     "attention 16384",
     "ViT blocks",
+    "tensor blocks",
     "memory",
 )
 
