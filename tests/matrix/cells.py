@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from matrix.nets import NETS, Net
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import shardfield as sf
+from matrix.nets import NETS, Net
 from shardfield.testing import Rank, rank_pool
 
 STEPS, LIMIT = 20, 1e-9
@@ -137,7 +137,7 @@ def train(rank: Rank, cell: Cell) -> tuple[list[float], list[torch.Tensor]]:
         if replicas > 1:
             dist.all_reduce(loss, group=mesh.get_group("data"))
         losses.append(loss.item() / replicas)
-    return losses, [_whole(p) for p in model.parameters()]
+    return losses, list(sf.full_parameters(model).values())
 
 
 def _split(value: torch.Tensor, net: Net, mesh, axes: dict[str, int]) -> torch.Tensor:
@@ -154,8 +154,3 @@ def _split(value: torch.Tensor, net: Net, mesh, axes: dict[str, int]) -> torch.T
     part = mesh[names if len(names) > 1 else names[0]]
     placements = [Shard(net.split[axis]) for axis in names]
     return sf.distribute_tensor(value, part, placements, None, sizes)
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    found = parameter.detach()
-    return found.full_tensor() if isinstance(found, (DTensor, sf.ShardTensor)) else found

@@ -6,24 +6,26 @@ import re
 import sys
 from pathlib import Path
 
-from matrix.cells import ACTIVATIONS, ALL, LIMIT, MESHES, STEPS, Cell, Outcome, run
-from matrix.nets import NETS
 from rich.console import Console
 from rich.progress import Progress
+
+from matrix.cells import ACTIVATIONS, ALL, LIMIT, MESHES, STEPS, Cell, Outcome, run
+from matrix.nets import NETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 INTRODUCTION = f"""\
 # Parallelism together
 
-Each cell is a training of {STEPS} steps (AdamW, gradients clipped to one global norm, uneven shards) in
-float64 on a mesh, and shows the largest difference of a final parameter or of a loss from the same
-training in one process: activations kept / recomputed. All have to be below {LIMIT:.0e}. Weights are
-split over `tensor` by the derived plan; FSDP2 and HSDP are `params="shard"` and `"hybrid"`; networks
-of tokens or points have one dim to split, so that h x w does not apply.
+Each cell is a training of {STEPS} steps (AdamW, gradients clipped to one global norm, uneven
+shards) in float64 on a mesh. It shows the largest difference of a final parameter or of a loss from
+the same training in one process: activations kept / recomputed. All have to be below {LIMIT:.0e}.
+Weights are split over `tensor` by the derived plan; FSDP2 and HSDP are `params="shard"` and `"hybrid"`;
+networks of tokens or points have one dim to split, so that h x w does not apply. Pipelines with all
+of these are in `tests/parallel/test_pipeline.py`.
 
-`make matrix` runs all cells and writes this page; the suite runs a subset in which every two of mesh,
-network and activations meet.
+`make matrix` runs all cells and writes this page; the suite runs a subset in which every two of
+mesh, network and activations meet.
 
 """
 

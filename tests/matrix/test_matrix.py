@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from matrix.cells import ALL, LIMIT, Cell, every_pair, run
 from matrix.document import PAGE, rows
 

@@ -2,6 +2,7 @@
 
 from shardfield.parallel.accumulate import no_sync
 from shardfield.parallel.compile import compile
+from shardfield.parallel.gathered import full_parameters
 from shardfield.parallel.parallelize import parallelize
 from shardfield.parallel.pipeline import pipeline_stages
 from shardfield.parallel.tensor_parallel import tensor_parallel
@@ -11,6 +12,7 @@ __all__ = [
     "Split",
     "TensorPlan",
     "compile",
+    "full_parameters",
     "no_sync",
     "parallelize",
     "pipeline_stages",

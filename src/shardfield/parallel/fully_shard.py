@@ -24,6 +24,7 @@ from shardfield.errors import LayoutError
 from shardfield.parallel.activations import replace_inside
 from shardfield.parallel.blocks import self_contained
 from shardfield.parallel.envelope import enclose, opened
+from shardfield.parallel.gathered import remember
 from shardfield.parallel.tensor_parallel import same_everywhere
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, manage, wrap
@@ -74,6 +75,10 @@ def shard_parameters(
             replace_inside(unit, partial(opened, own=own, layouts=layouts))
         else:
             _flag_unsharded(unit, own)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (layout := layouts.get((id(module), name))) is not None:
+                remember(parameter, layout)
     _share_buffers(model, axes)
     return model
 

@@ -87,6 +87,7 @@ class FullyShardedByHand(Contestant):
     """FSDP2 as torch has it, around convolutions of local tensors with explicit halos."""
 
     def __init__(self, workload: Workload) -> None:
+        assert workload.split is not None
         rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.network = with_halos(workload.network())
         units: list[Any] = [*self.network.children(), self.network]
