@@ -64,7 +64,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
     """
 
     def decorate(handler: Handler) -> Handler:
-        entry = _summing(handler) if uses else handler
+        entry = summing(handler) if uses else handler
         for function in functions:
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
@@ -290,8 +290,8 @@ def _shard_tensors(values: Any) -> list:
     return found
 
 
-def _summing(handler: Handler) -> Handler:
-    """The handler, its replicated operands passed through `used` first."""
+def summing(handler: Handler) -> Handler:
+    """A handler whose replicated operands are passed through `used` first, as `register` does."""
 
     def call(op, *args, **kwargs):
         layout = None

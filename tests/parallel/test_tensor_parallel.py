@@ -142,6 +142,16 @@ def test_torch_s_own_attention_is_split_by_heads() -> None:
     assert layer.training
 
 
+def test_pairs_of_convolutions_are_split_by_whole_groups_of_the_norm_between() -> None:
+    pair = nn.Sequential(
+        nn.Conv2d(4, 12, 3, stride=2), nn.GroupNorm(3, 12), nn.GELU(), nn.ConvTranspose2d(12, 4, 2)
+    )
+    plan = derive_plan(pair, (torch.ones(2, 4, 9, 9),), {}, 2)
+    assert extents(plan, "0.weight") == extents(plan, "0.bias") == (0, 1, (8, 4))
+    assert extents(plan, "3.weight") == (0, 1, (8, 4))
+    assert "3.bias" not in plan.splits
+
+
 def test_a_tied_table_is_split_by_rows_under_both_its_names() -> None:
     plan = derive_plan(made(Tied), (tokens(0),), {}, 2)
     assert extents(plan, "table.weight") == extents(plan, "head.weight") == (0, 1, (12, 11))

@@ -53,7 +53,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Linear:
-    """A call that contracts the last dim of an activation with a parameter.
+    """A call that contracts the features of an activation with a parameter.
+
+    Features are the last dim, or the channels of a convolution.
 
     Attributes:
         call: its index.
@@ -61,6 +63,7 @@ class Linear:
         weight, bias: names of parameters.
         rows: dim of the weight that is the output features; the other one is contracted.
         features: how many.
+        back: place of the features among the dims of the activations, from the end.
     """
 
     call: int
@@ -69,6 +72,7 @@ class Linear:
     bias: str | None
     rows: int
     features: int
+    back: int = 1
 
 
 def derive_plan(
@@ -186,12 +190,29 @@ class _Recorder(TorchFunctionMode):
             found = Linear(index, 1, given[2], given[0], 1, args[2].shape[1])
         elif func in _PRODUCTS and given[1] and args[1].dim() == 2:
             found = Linear(index, 0, given[1], None, 1, args[1].shape[1])
+        elif func in _CONVOLUTIONS and given[1] and _ungrouped(args, kwargs):
+            rows = int("transpose" in func.__name__)
+            back = args[1].dim() - 1
+            found = Linear(index, 0, given[1], given[2], rows, args[1].shape[rows], back)
         elif func is torch.embedding and given[0]:
             self.trace.tables[given[0]] = args[0].shape[0]
         if found is not None:
             self.trace.linears[index] = found
 
 
+def _ungrouped(args: tuple, kwargs: dict) -> bool:
+    """Whether a convolution mixes all its channels."""
+    return (args[6] if len(args) > 6 else kwargs.get("groups", 1)) == 1
+
+
+_CONVOLUTIONS = (
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 
@@ -277,6 +298,10 @@ def _candidates(
         if isinstance(out, (list, tuple)):
             parts.update({len(out)} if 0 < len(out) <= _PARTS else ())
     widest = max(first.features for first in firsts)
+    for call in (trace.calls[index] for index in between):
+        for count in call.args:  # groups of a norm, say
+            if type(count) is int and count > 1 and widest % count == 0:
+                sizes.add(widest // count)
     for inner, outer in product(sorted(sizes), sorted(parts)):
         fitting = [f for f in firsts if not f.features % (outer * inner)]
         groups = [[f for f in fitting if f.features == widest]]
@@ -306,7 +331,7 @@ def _arrived(
     for first, cut in cuts.items():
         out = trace.calls[first.call].out
         dims: list[Dim] = [(Factor(size),) for size in out.shape]
-        dims[-1] = cut.dim()
+        dims[len(dims) - first.back] = cut.dim()
         layout = Layout(mesh, dims)
         with trace.mode:
             values[first.call] = wrap(out.new_empty(layout.local_shape), layout)
@@ -320,7 +345,7 @@ def _arrived(
     if not isinstance(x, ShardTensor):
         return None
     layout = x.layout
-    contracted = len(layout.dims) - 1
+    contracted = len(layout.dims) - last.back
     if layout.split_axes != (TENSOR,) or not layout.is_split(contracted):
         return None
     return layout.dims[contracted]
@@ -367,7 +392,7 @@ def _vocabulary(trace: _Trace, splits: Mapping[str, Split], ranks: int) -> dict[
         heads = [
             x
             for x in trace.linears.values()
-            if x.features == rows and x.rows == 0 and x.weight not in splits
+            if x.features == rows and x.rows == 0 and x.back == 1 and x.weight not in splits
         ]
         if heads and rows >= ranks and table not in splits:
             split = Split(0, 1, rows, 1, balanced(rows, ranks))

@@ -18,6 +18,7 @@ NAMES = (
     "attention 4096",
     "attention 16384",
     "ViT blocks",
+    "tensor blocks",
     "memory",
 )
 
