@@ -122,9 +122,10 @@ def train(rank: Rank, cell: Cell) -> tuple[list[float], list[torch.Tensor]]:
     axes, params = MESHES[cell.mesh]
     net, mesh = NETS[cell.net], sf.init_mesh(**axes)
     model = net.network()
-    if "tensor" in axes:
-        sf.tensor_parallel(model, mesh, example=(net.batch(0)[0],))
-    model = sf.parallelize(model, mesh, params, activations=cell.activations)
+    weights: dict = {"tensor_parallel": "auto", "example": (net.batch(0)[0],)}
+    model = sf.parallelize(
+        model, mesh, params, activations=cell.activations, **(weights if "tensor" in axes else {})
+    )
     optimizer = _optimizer(model)
     replicas = axes.get("data", 1)
     replica = mesh.get_local_rank("data") if replicas > 1 else 0

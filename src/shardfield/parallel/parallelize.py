@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,8 @@ from shardfield.parallel.activations import check_activations, keep_less
 from shardfield.parallel.blocks import Wrap, blocks_of, outermost
 from shardfield.parallel.fully_shard import shard_parameters
 from shardfield.parallel.tensor_parallel import same_everywhere
+from shardfield.parallel.tensor_parallel import tensor_parallel as split_weights
+from shardfield.parallel.tensor_plan import Split, TensorPlan
 from shardfield.tensor import ShardTensor, manage
 
 KINDS = ("replicate", "shard", "hybrid")
@@ -30,6 +33,9 @@ def parallelize(
     activations: str = "keep",
     wrap: Wrap | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
+    tensor_parallel: TensorPlan | str | None = None,
+    example: Sequence[Any] | Mapping[str, Any] = (),
+    rules: Mapping[str, Split | None] | None = None,
     context_fn: Callable[[], Any] | None = None,
     **options: Any,
 ) -> torch.nn.Module:
@@ -50,6 +56,11 @@ def parallelize(
             and Sequentials.
         mixed_precision: FSDP2's policy, its `output_dtype` that of the model's output. Not for
             "replicate": there `torch.autocast` does it.
+        tensor_parallel: "auto" or a plan: splits weights over the mesh axis `tensor` first, as
+            `shardfield.tensor_parallel` does with `example` and `rules`, and prints the plan on
+            the first rank.
+        example: see there.
+        rules: see there.
         context_fn: with "recompute", the `context_fn` of `torch.utils.checkpoint.checkpoint`,
             such as a selective policy.
         options: of `torch.nn.parallel.DistributedDataParallel`, or of
@@ -69,6 +80,10 @@ def parallelize(
             axis of several ranks over which no weight is split (see `tensor_parallel`).
     """
     axes = mesh_axes(mesh)
+    if tensor_parallel is not None:
+        plan = split_weights(model, mesh, tensor_parallel, example, rules)
+        if dist.get_rank() == 0:
+            print(plan)  # noqa: T201 - asked for, and nobody else sees it
     _check(model, axes, params, mixed_precision)
     blocks = blocks_of(model, wrap)
     check_activations(activations, context_fn, blocks)
@@ -104,7 +119,7 @@ def _check(model: torch.nn.Module, axes: MeshAxes, params: str, mixed_precision:
         raise LayoutError(
             f"parallelize on a mesh with tensor={axes.size((TENSOR,))}",
             "no weight is split over tensor: its ranks would all compute the same",
-            "shardfield.tensor_parallel(model, mesh, example=...) first, or a mesh without tensor",
+            'tensor_parallel="auto", example=(inputs,), or a mesh without tensor',
             "parallelize",
         )
 
