@@ -242,6 +242,10 @@ def train(rank, axes: dict, fused: bool, steps: int = 3):
             torch.distributed.all_reduce(loss, group=mesh.get_group("data"))
         distances.append(abs(loss / replicas - losses[1]).item())
         distances.append(abs(norms[0] - norms[1]).item())
+    for parameter in model.parameters():
+        if is_split(parameter):  # its gradient and both moments are no larger
+            state = [parameter.grad, *(ours.state[parameter][n] for n in ("exp_avg", "exp_avg_sq"))]
+            assert {x.to_local().nbytes for x in state} == {parameter.to_local().nbytes}
     distances += [
         (whole(p) - q).abs().max().item()
         for p, q in zip(model.parameters(), alone.parameters(), strict=True)
