@@ -98,6 +98,18 @@ def test_case_33_rank_that_stays_away_is_named_within_the_limit():
         assert pool.run(lambda rank: reduce()) == [2.0, 2.0]
 
 
+def test_a_rank_that_comes_late_within_the_limit_of_its_call_fails_nothing():
+    def late(rank):
+        if rank.rank == 1:
+            time.sleep(2)  # as one that compiles for longer does
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    with RankPool(2, timeout=1) as pool:
+        assert pool.run(late, timeout=60) == [2.0, 2.0]
+
+
 def test_ranks_that_disagree_on_the_layout_do_not_communicate():
     def disagree(rank):
         reduce(signature=("rows", 4 + rank.rank))

@@ -123,6 +123,19 @@ def test_moving_rows_between_ranks_is_not_vacuous():
     parity(move, [X], [2], ranks=(2,), sizes=[(5, 4)])
 
 
+@pytest.mark.parametrize(
+    ("conv", "shape", "extents"),
+    [
+        (nn.Conv1d(1, 1, 4, padding=1, dilation=3, bias=False), (2, 1, 11), (5, 6)),
+        (nn.ConvTranspose1d(1, 1, 1, bias=False), (1, 1, 1), (0, 1)),
+        (nn.Conv1d(1, 1, 1, padding_mode="reflect", bias=False), (1, 1, 1), (0, 1)),
+    ],
+)
+def test_moving_rows_and_tying_an_idle_rank_in_is_not_vacuous(conv, shape, extents):
+    # So small that what a rank does beside its part of the work weighs as much as all the work.
+    parity(conv, [torch.randn(shape)], [2], ranks=(2,), sizes=[extents])
+
+
 def test_case_32_nothing_split_fails():
     with pytest.raises(ParityError, match="vacuous: no input is split"):
         parity(scaled, [X, BIAS], [None, None])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples, splits
 
 from shardfield.testing import parity, refused
 
@@ -55,3 +58,32 @@ def test_errors_are_those_of_torch():
 
     refused(outside, [X], [1], error=RuntimeError, ranks=(2,), match="out of bounds")
     refused(lambda x: x.gather(1, INDEX[0]), [X], [1], error=RuntimeError, ranks=(2,))
+
+
+@examples(12)
+@given(st.data())
+def test_gather_of_any_splits(data):
+    """The two split over one axis, or one of them; an index may be shorter than its input."""
+    dims, ranks = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 4))
+    shape = data.draw(st.tuples(*[st.integers(1, 6)] * dims))
+    along = data.draw(st.integers(0, dims - 1))
+    wanted = [data.draw(st.integers(1, size)) for size in shape]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator)
+    index = torch.randint(shape[along], wanted, generator=generator)
+    places = [data.draw(st.none() | st.integers(0, dims - 1)) for _ in range(2)]
+    if places == [None, None]:
+        places[0] = along
+    rows = next(t.shape[at] for t, at in zip((x, index), places, strict=True) if at is not None)
+    extents = data.draw(splits(rows, ranks))
+
+    def worked(x):  # more than to pick, by which the harness tells a share from the whole
+        for _ in range(12):
+            x = x.sin()
+        return x
+
+    def picked(x, index):
+        return worked(worked(x).gather(along, index))
+
+    options = {"sizes": [extents], "dtype": torch.float64, "subgroup": False, "double": True}
+    parity(picked, [x, index], places, (ranks,), **options)

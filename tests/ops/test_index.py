@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples, splits
 
 from shardfield.ranges import rows_in
 from shardfield.testing import parity, refused
@@ -222,3 +225,66 @@ def test_rows_before_a_cut(step):
             for before in range(10):
                 rows = [row for row in range(start, stop, step) if row < before]
                 assert rows_in((start, stop, step), before) == len(rows)
+
+
+@st.composite
+def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple:
+    """An index of slices, ints, new dims and an ellipsis, as torch takes them."""
+    items: list = []
+    used = draw(st.integers(0, len(shape)))
+    dots = draw(st.integers(0, used))
+    dims = [*range(dots), *range(len(shape) - used + dots, len(shape))]
+    for place, dim in enumerate(dims):
+        if place == dots:
+            items.append(Ellipsis)
+        if draw(st.integers(0, 4)) == 0:
+            items.append(None)
+        size = shape[dim]
+        bound = st.none() | st.integers(-size - 2, size + 2)
+        cut = st.builds(slice, bound, bound, st.none() | st.integers(1, 4))
+        items.append(draw(cut | st.integers(-size, size - 1)))
+    if dots == used:
+        items.append(Ellipsis)
+    return tuple(items)
+
+
+@st.composite
+def split_shapes(draw: st.DrawFn):
+    """A tensor of 1 to 3 dims, the dim that is split, and how."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    extents = draw(splits(shape[dim], draw(st.integers(2, 4))))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)), dim, extents
+
+
+@examples(12)
+@given(split_shapes(), st.data())
+def test_any_rows_read_and_read_again(drawn, data):
+    x, dim, extents = drawn
+    first = data.draw(indices(tuple(x.shape)))
+    left = tuple(x[first].shape)
+    second = data.draw(indices(left)) if 0 not in left else ...
+    options = {"sizes": [extents], "subgroup": False}
+    check(lambda x: (x[first], x[first][second]), [x], [dim], (len(extents),), **options)
+
+
+@examples(12)
+@given(split_shapes(), st.data())
+def test_any_rows_written(drawn, data):
+    """A number, a tensor that broadcasts, and rows of the tensor itself."""
+    x, dim, extents = drawn
+    index = data.draw(indices(tuple(x.shape)))
+    shape = tuple(x[index].shape)
+    kept = data.draw(st.integers(0, len(shape)))
+    wanted = [size if data.draw(st.booleans()) else 1 for size in shape[len(shape) - kept :]]
+    values = torch.randn(wanted, generator=torch.Generator().manual_seed(1))
+
+    def write(x, values):
+        y, z, again = x * 1, x * 2, x * 3
+        y[index] = 0.5
+        z[index] = values
+        again[index] = x[index] * 2
+        return y, z * z, again
+
+    options = {"sizes": [extents], "subgroup": False}
+    check(write, [x, values], [dim, None], (len(extents),), **options)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples, splits
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
@@ -111,3 +114,24 @@ def _meeting(rank) -> list[tuple[int, ...]]:
 def test_operands_of_different_splits_meet_at_the_most_balanced() -> None:
     for extents in rank_pool(2).run(_meeting):
         assert extents == [(3, 3), (3, 3), (3, 3), (4, 2), (4, 2)]
+
+
+@examples(12)
+@given(st.data())
+def test_any_operands(data):
+    """Of differing splits and sizes along the dim they join, empty ones included."""
+    size, along = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2))
+    extents = data.draw(splits(size, data.draw(st.integers(2, 4))))
+    x = torch.randn(2, size, 3, generator=torch.Generator().manual_seed(1))
+    cuts = [sorted(data.draw(st.tuples(*[st.integers(0, x.shape[along])] * 2))) for _ in range(2)]
+    kinds = data.draw(st.lists(st.sampled_from("xyzp"), min_size=2, max_size=4))
+    plain = torch.randn(2, size, 3, generator=torch.Generator().manual_seed(2))
+
+    def join(x, plain):
+        first, second = (x.narrow(along, a, b - a) for a, b in cuts)
+        operands = {"x": x, "y": first, "z": second * 2, "p": plain}
+        joined = torch.cat([operands[kind] for kind in kinds], along)
+        return joined, joined * joined, torch.stack([x, plain], along)
+
+    options = {"sizes": [extents], "subgroup": False}
+    check(join, [x, plain], [1, None], (len(extents),), **options)

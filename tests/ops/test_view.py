@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples, splits
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
@@ -115,3 +120,30 @@ def _writes(rank):
 
 def test_writing_into_a_view_reaches_the_base_or_is_refused():
     assert all(rank_pool(2).run(_writes))
+
+
+@examples(12)
+@given(st.data())
+def test_any_chain_of_views(data):
+    """Dims are reordered, then merged and split at random, twice; with work in between."""
+    sizes = data.draw(st.permutations([2, 3, 2, 1, 2]))
+    shape = (sizes[0] * sizes[1], sizes[2], sizes[3] * sizes[4])
+    dim = data.draw(st.integers(0, 2))
+    extents = data.draw(splits(shape[dim], data.draw(st.integers(2, 4))))
+    steps = []
+    for _ in range(2):
+        factors = data.draw(st.permutations([2, 3, 2, 1, 2]))
+        cuts = sorted(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+        parts = [factors[a:b] for a, b in zip([0, *cuts], [*cuts, 5], strict=True)]
+        steps.append((data.draw(st.integers(0, 3)), [prod(part) for part in parts]))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def chain(x):
+        found = []
+        for turn, wanted in steps:
+            x = x.movedim(turn % x.dim(), 0).reshape(wanted)
+            found.append(x.sin())
+            x = found[-1] * x
+        return found
+
+    check(chain, [x], [dim], (len(extents),), sizes=[extents], subgroup=False)

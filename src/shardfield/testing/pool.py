@@ -190,10 +190,9 @@ class RankPool:
         for rank in range(self.world_size):
             call, call_end = context.Pipe()
             control, control_end = context.Pipe()
-            settings = (self.device, self.timeout)
             process = context.Process(
                 target=serve,
-                args=(rank, self.world_size, store.port, call_end, control_end, *settings),
+                args=(rank, self.world_size, store.port, call_end, control_end, self.device),
                 daemon=True,
                 name=f"rank {rank} of {self.world_size}",
             )

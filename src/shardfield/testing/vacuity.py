@@ -16,7 +16,7 @@ from shardfield.comm.small import is_adding
 # fmt: off
 _MOVES = frozenset(
     {
-        "_to_copy", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
+        "_to_copy", "_unsafe_view", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
         "copy_", "detach", "empty", "empty_like", "empty_strided", "fill_", "full", "full_like",
         "gather", "index", "index_put", "index_put_", "index_select", "lift_fresh", "new_empty",
         "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "pad",
@@ -48,7 +48,9 @@ class Work:
 class CountWork(TorchDispatchMode):
     """Counts the work done while it is active; tensors of `ignored` storages do not count.
 
-    Parameters are the same on every rank whatever the split, so they are ignored.
+    Parameters are the same on every rank whatever the split, so they are ignored. So are scalars,
+    which hold no rows (the zeros among them that tie a rank without rows into the graph), and
+    tensors without memory.
     """
 
     def __init__(self, ignored: Sequence[torch.Tensor] = ()) -> None:
@@ -76,7 +78,10 @@ class CountWork(TorchDispatchMode):
         return [
             leaf.numel()
             for leaf in tree_leaves(tree)
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._ignored
+            if isinstance(leaf, torch.Tensor)
+            and leaf.dim()
+            and not leaf.is_meta
+            and leaf.untyped_storage()._cdata not in self._ignored
         ]
 
 
@@ -84,9 +89,10 @@ def share(ranks: Sequence[Work], alone: Work) -> float:
     """The part of one process's computing work that the idlest rank did."""
     if alone.computed == 0:
         return 0.0
-    return min(
-        min(work.computed / alone.computed, work.made / max(alone.made, 1)) for work in ranks
-    )
+    shares = [work.computed / alone.computed for work in ranks]
+    if alone.made:
+        shares += [work.made / alone.made for work in ranks]
+    return min(shares)
 
 
 def is_vacuous(ranks: Sequence[Work], alone: Work, whole: int) -> bool:

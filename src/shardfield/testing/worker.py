@@ -28,6 +28,11 @@ from shardfield.comm import agreement
 from shardfield.errors import RankFailure
 from shardfield.mesh import init_mesh
 
+# Every call has a limit of its own, at which the parent ends the ranks. A transport that gave up
+# before would fail a call whose ranks compile for different times, and every call after it: its
+# connections stay closed.
+_PATIENCE = timedelta(days=1)
+
 _meshes: dict[tuple, DeviceMesh] = {}
 
 
@@ -116,7 +121,6 @@ def serve(
     calls: Connection,
     control: Connection,
     device: str,
-    timeout: float,
 ) -> None:
     """Runs one rank until the parent closes `calls`."""
     # The parent decides what an interrupt means; a rank that died of it would hang the others.
@@ -125,8 +129,8 @@ def serve(
     threading.Thread(
         target=_answer, args=(control, threading.main_thread().ident), daemon=True
     ).start()
-    place = _start_process_group(rank, world_size, port, device, timeout)
-    store = _connect(port, timeout)
+    place = _start_process_group(rank, world_size, port, device)
+    store = _connect(port)
     context = Rank(rank, world_size, place)
     while True:
         try:
@@ -205,13 +209,11 @@ def _answer(control: Connection, main: int) -> None:
         control.send_bytes(pickle.dumps((current_operation(), stack)))
 
 
-def _connect(port: int, timeout: float) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+def _connect(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
 
 
-def _start_process_group(
-    rank: int, world_size: int, port: int, device: str, timeout: float
-) -> torch.device:
+def _start_process_group(rank: int, world_size: int, port: int, device: str) -> torch.device:
     names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
     names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -224,9 +226,9 @@ def _start_process_group(
         torch.cuda.set_device(place)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("process_group", _connect(port, timeout)),
+        store=dist.PrefixStore("process_group", _connect(port)),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+        timeout=_PATIENCE,
     )
     return place
