@@ -9,7 +9,7 @@ RANKS ?=
 STEPS ?= 40
 OUT ?= out/demo
 
-.PHONY: help setup demo test conformance lint format bench clean
+.PHONY: help setup demo test conformance matrix lint format bench clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: setup  ## Run the whole test suite; ARGS= goes to pytest.
 
 conformance: setup  ## The suite with 300 or more examples of each property, and the long tests.
 	CONFORMANCE=1 OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 $(BIN)/python -m pytest --timeout=3600 $(ARGS)
+
+matrix: setup  ## Train every network on every mesh against one process; writes docs/matrix.md.
+	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 PYTHONPATH=tests $(BIN)/python -m matrix.document
 
 lint: setup  ## Check format, lint, types and layering.
 	$(BIN)/ruff format --check .

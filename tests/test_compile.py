@@ -325,3 +325,15 @@ def test_a_thousand_ranks_without_any():
     )
     assert run.returncode == 0, run.stderr
     assert "loss and gradients have their global shapes" in run.stdout
+
+
+def test_without_gradients_on_what_another_operation_returned() -> None:
+    def body(rank: Rank) -> torch.Tensor:
+        mesh = rank.mesh(domain=2)
+        compiled = sf.compile(lambda x: x * 2, backend="aot_eager")
+        x = sf.distribute_tensor(torch.arange(6.0), mesh["domain"], [Shard(0)], None, [5, 1])
+        with torch.no_grad():
+            return compiled(x + 1).full_tensor()
+
+    for found in rank_pool(2).run(body):
+        assert torch.equal(found, 2 * torch.arange(1, 7.0))

@@ -18,7 +18,16 @@ from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
 from shardfield.ops.attention import attention_algorithm, plan_attention
 from shardfield.ops.random import rand, randn
-from shardfield.parallel import compile, parallelize
+from shardfield.parallel import (
+    Split,
+    TensorPlan,
+    compile,
+    full_parameters,
+    no_sync,
+    parallelize,
+    pipeline_stages,
+    tensor_parallel,
+)
 from shardfield.registry import allow_gather, register
 from shardfield.tensor import ShardTensor, serialized_globals
 
@@ -32,6 +41,8 @@ __all__ = [
     "RankFailure",
     "ShardTensor",
     "ShardfieldError",
+    "Split",
+    "TensorPlan",
     "UnsupportedOperation",
     "allow_gather",
     "arange",
@@ -41,16 +52,20 @@ __all__ = [
     "distribute_tensor",
     "from_local",
     "full",
+    "full_parameters",
     "init_mesh",
     "linspace",
     "local_slices",
     "nn",
+    "no_sync",
     "ones",
     "ops",
     "parallelize",
+    "pipeline_stages",
     "plan_attention",
     "rand",
     "randn",
     "register",
+    "tensor_parallel",
     "zeros",
 ]

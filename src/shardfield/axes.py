@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfield.errors import LayoutError
 
+PIPE = "pipe"
 DATA = "data"
 TENSOR = "tensor"
 
@@ -18,6 +19,9 @@ TENSOR = "tensor"
 @dataclass(frozen=True, eq=False)
 class MeshAxes:
     """What layouts need to know of a root mesh: names, sizes and this rank's place on it.
+
+    The axis `pipe` is not among them: its ranks hold other stages of a model, hence other tensors,
+    and nothing is split or summed over it. A layout means the same in every stage.
 
     Attributes:
         names: axis names, slowest first.
@@ -53,7 +57,8 @@ class MeshAxes:
         Comm: none for one axis; the first call for several makes the group (see `join_axes`).
 
         Raises:
-            LayoutError: several axes of a mesh over part of the world, and nobody joined them.
+            LayoutError: nobody joined them, and not all ranks of the world are here to do so: the
+                mesh is over part of it, or other ranks are in another stage.
         """
         if len(axes) == 1:
             return self.groups[self.names.index(axes[0])]
@@ -62,9 +67,10 @@ class MeshAxes:
         found = _joint.get((id(mesh), axes))
         if found is not None:
             return found
-        if mesh.size() != dist.get_world_size():
+        here = prod(self.sizes)
+        if here != dist.get_world_size():
             raise LayoutError(
-                f"one group over the axes {axes} of a mesh over {mesh.size()} of "
+                f"one group over the axes {axes} of a mesh over {here} of "
                 f"{dist.get_world_size()} ranks",
                 "the ranks of the whole world make a process group together",
                 f"call shardfield.axes.join_axes(mesh, {axes}) on every rank of the world first",
@@ -142,8 +148,11 @@ def mesh_axes(mesh: DeviceMesh, timeout: timedelta | None = None) -> MeshAxes:
             "let the other ranks skip this part of the program",
             "mesh",
         )
+    kept = [place for place, name in enumerate(names) if name != PIPE]
+    names = tuple(names[place] for place in kept)
+    sizes = tuple(root.mesh.shape[place] for place in kept)
     groups = tuple(root.get_group(name).group_name for name in names)
-    axes = MeshAxes(tuple(names), tuple(root.mesh.shape), tuple(coordinate), groups, root, timeout)
+    axes = MeshAxes(names, sizes, tuple(coordinate[place] for place in kept), groups, root, timeout)
     _known[id(root)] = axes
     return axes
 

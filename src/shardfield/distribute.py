@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardfield.axes import DATA, MeshAxes, mesh_axes
+from shardfield.axes import DATA, PIPE, MeshAxes, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.comm.collectives import all_to_all
 from shardfield.comm.fetch import fetch
@@ -39,7 +39,7 @@ def layout_of(
         LayoutError: placements or sizes do not fit.
     """
     axes = mesh_axes(mesh)
-    names = tuple(mesh.mesh_dim_names or ())
+    names = _names(mesh)
     if len(placements) != len(names):
         raise LayoutError(
             f"{len(placements)} placement(s) for the mesh axes {names}",
@@ -48,6 +48,20 @@ def layout_of(
             "layout",
         )
     return _layout(tuple(shape), axes, dict(zip(names, placements, strict=True)), sizes)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes that placements are for."""
+    names = tuple(mesh.mesh_dim_names or ())
+    if PIPE in names:
+        rest = ", ".join(repr(name) for name in names if name != PIPE) or "'domain'"
+        raise LayoutError(
+            f"placements for the mesh axes {names}",
+            "the ranks along 'pipe' hold other stages of a model, and no part of the same tensor",
+            f"pass mesh[{rest}], with one placement per axis",
+            "pipeline",
+        )
+    return names
 
 
 def _layout(
@@ -166,7 +180,7 @@ def distribute_tensor(
     """
     _refuse_distributed(tensor, "distribute_tensor")
     axes = mesh_axes(mesh)
-    names = tuple(mesh.mesh_dim_names or ())
+    names = _names(mesh)
     group = axes.group(names)
     ranks, rank = axes.size(names), axes.rank(names)
     if src_data_rank is None or ranks == 1:
@@ -293,7 +307,7 @@ def from_local(
     """
     _refuse_distributed(local, "from_local")
     axes = mesh_axes(mesh)
-    names = tuple(mesh.mesh_dim_names or ())
+    names = _names(mesh)
     ranks = axes.size(names)
     shapes: list = [tuple(local.shape)]
     if ranks > 1:

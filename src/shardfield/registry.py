@@ -20,7 +20,7 @@ from shardfield.composite import body_of, is_composite
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
-from shardfield.tensor import EagerShardTensor, ShardTensor, local_of, wrap
+from shardfield.tensor import EagerShardTensor, ShardTensor, is_managed, local_of, wrap
 
 log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
@@ -64,7 +64,7 @@ def register(*functions: Any, uses: bool = True) -> Callable[[Handler], Handler]
     """
 
     def decorate(handler: Handler) -> Handler:
-        entry = _summing(handler) if uses else handler
+        entry = summing(handler) if uses else handler
         for function in functions:
             if function in _handlers:
                 raise ValueError(f"{name_of(function)} has a handler already")
@@ -133,6 +133,11 @@ def resolve_all(functions: Iterable[Any]) -> None:
             found = _find(function)
             if found is not None:
                 _enter(function, found)
+
+
+def is_registered(function: Any) -> bool:
+    """Whether a function has a handler of its own."""
+    return function in _handlers
 
 
 def handler_of(function: Any) -> Handler:
@@ -240,24 +245,13 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
     if not axes or not value.requires_grad:
         return value
     operation = current_operation()
-    if _is_managed(value):
+    if is_managed(value):
         # The wrapper averages over data and domain only: over tensor the sum is ours.
         averaged = tuple(axis for axis in axes if axis != TENSOR)
         groups = groups_of(layout, averaged)
         value = scale_gradient(value, _ranks(layout, averaged), groups, operation)
         axes = tuple(axis for axis in axes if axis == TENSOR)
     return use(value, groups_of(layout, axes), operation)
-
-
-def manage(parameter: torch.Tensor) -> None:
-    """Marks a parameter whose gradient a wrapper averages over data and domain."""
-    parameter._shardfield_managed = id(parameter)  # type: ignore[attr-defined]
-
-
-def _is_managed(value: torch.Tensor) -> bool:
-    mark = getattr(value, "_shardfield_managed", None)
-    # The mark names its object: a pickled or copied parameter is no longer managed.
-    return mark is not None and (_compiling() or mark == id(value))
 
 
 @constant
@@ -296,8 +290,8 @@ def _shard_tensors(values: Any) -> list:
     return found
 
 
-def _summing(handler: Handler) -> Handler:
-    """The handler, its replicated operands passed through `used` first."""
+def summing(handler: Handler) -> Handler:
+    """A handler whose replicated operands are passed through `used` first, as `register` does."""
 
     def call(op, *args, **kwargs):
         layout = None

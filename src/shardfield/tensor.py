@@ -273,7 +273,8 @@ class ShardTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only ShardTensors created by the user (leaves) can be deep-copied")
-        copied = leaf(local_of(self).detach().clone(), self._layout, self.requires_grad)
+        make = parameter if getattr(self, "_is_param", False) else leaf
+        copied = make(local_of(self).detach().clone(), self._layout, self.requires_grad)
         if self.grad is not None:
             copied.grad = self.grad.clone()
         memo[id(self)] = copied
@@ -284,7 +285,8 @@ class ShardTensor(torch.Tensor):
         local = local_of(self).detach()
         if local.untyped_storage().nbytes() != local.numel() * local.element_size():
             local = local.clone()
-        return leaf, (local, self._layout, self.requires_grad)
+        make = parameter if getattr(self, "_is_param", False) else leaf
+        return make, (local, self._layout, self.requires_grad)
 
     def as_subclass(self, cls):
         """Refused: retyping keeps the local shard and drops its layout."""
@@ -302,6 +304,11 @@ class ShardTensor(torch.Tensor):
 
     @data.setter
     def data(self, value) -> None:
+        same = isinstance(value, ShardTensor) and value._layout is self._layout
+        if same and getattr(self, "_is_param", False):  # its module changes dtype or device
+            with DisableTorchFunction(), DisableTorchDispatch():
+                torch.Tensor.data.__set__(self, local_of(value))  # type: ignore[attr-defined]
+            return
         raise UnsupportedOperation(
             f"assigning .data of {describe(self)}",
             "a shard and its layout change together",
@@ -376,9 +383,22 @@ def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTen
     return x.requires_grad_() if requires_grad else x
 
 
+def parameter(local: Tensor, layout: Layout, requires_grad: bool = True) -> Any:
+    """A split parameter: the object itself is autograd's leaf, as wrappers and optimizers expect.
+
+    Args:
+        local: this rank's shard.
+    """
+    # Not of the class with the tripwire: DDP and fused optimizers call ATen on parameters.
+    x = make_subclass(ShardTensor, local.detach(), requires_grad)
+    x._layout = layout
+    x._is_param = True
+    return x
+
+
 def serialized_globals() -> list:
     """Functions and classes that a pickled ShardTensor names."""
-    return [leaf, Layout, Factor, find_axes]
+    return [leaf, parameter, Layout, Factor, find_axes]
 
 
 def result(local: Tensor, layout: Layout) -> Tensor:
@@ -401,7 +421,32 @@ def local_of(x: Tensor) -> Tensor:
     with DisableTorchFunction(), DisableTorchDispatch():
         if _grad_enabled() and x.grad_fn is not None:
             _refuse_foreign(x)
-        return _as_subclass(x, Tensor)
+        local = _as_subclass(x, Tensor)
+    if is_managed(x):  # a split parameter: what meets the activations is this alias
+        manage(local)
+    return local
+
+
+class _Managed:
+    """A mark that names its object.
+
+    Of an object, Dynamo guards the type; of a number it would guard the value, and compile each of
+    a model's equal blocks anew.
+    """
+
+    def __init__(self, of: Tensor) -> None:
+        self.of = id(of)
+
+
+def manage(parameter: Tensor) -> None:
+    """Marks a parameter whose gradient a wrapper averages over data and domain."""
+    parameter._shardfield_managed = _Managed(parameter)  # type: ignore[attr-defined]
+
+
+def is_managed(value: Tensor) -> bool:
+    """Whether `manage` marked this very object: a pickled or copied one is no longer managed."""
+    mark = getattr(value, "_shardfield_managed", None)
+    return mark is not None and (_compiling() or mark.of == id(value))
 
 
 def _refuse_foreign(x: Tensor) -> None:

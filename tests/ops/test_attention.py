@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from shardfield.comm import record_traffic
 from shardfield.errors import LayoutError
 from shardfield.ops.attention import attention_algorithm
 from shardfield.testing import Rank, parity, rank_pool
+from shardfield.tools.memory import kept_bytes
 
 G = torch.Generator().manual_seed(0)
 F64 = torch.float64
@@ -227,6 +230,33 @@ def _refused(rank: Rank, algorithm: str) -> str:
         except LayoutError as error:
             return str(error)
     return "nothing"
+
+
+def _kept(rank: Rank, algorithm: str, dtype: torch.dtype, causal: bool) -> tuple[int, int, int]:
+    """Bytes that one process keeps, that this rank keeps, and of one block of keys and values."""
+    shape, mesh = (2, 4, 384, 16), sf.init_mesh()
+    whole = [torch.randn(shape, generator=G, dtype=torch.float32).to(dtype) for _ in range(3)]
+    shards = [sf.distribute_tensor(x, mesh, [Shard(2)], None).requires_grad_() for x in whole]
+    plain = [x.requires_grad_() for x in whole]
+
+    def attend(tensors):
+        projected = [x * 2 for x in tensors]  # nobody else keeps them, as in a network
+        with sf.attention_algorithm(algorithm):
+            return F.scaled_dot_product_attention(*projected, is_causal=causal)
+
+    attend(shards)
+    one = kept_bytes(partial(attend, plain)).kept
+    kept = kept_bytes(partial(attend, shards), runs=2).kept
+    return one, kept, 2 * shards[1].to_local().nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_share_and_at_most_a_block_of_keys_and_values(ranks, dtype):
+    for algorithm, causal in (("ring", False), ("heads", False), ("gather", False), ("ring", True)):
+        for one, kept, keys in rank_pool(ranks).run(_kept, algorithm, dtype, causal):
+            assert one / ranks <= kept, algorithm
+            assert kept <= one / ranks + keys + 1024, algorithm
 
 
 @pytest.mark.parametrize("algorithm", ["heads", "hybrid", "zigzag"])

@@ -334,10 +334,9 @@ def test_split_channels_are_refused_before_communication(conv):
     refused(conv, [image(2, 4, 6, 5)], [{1: "h", 2: "w"}], ranks=(4,), match="channels")
 
 
-def test_split_weights_are_refused_before_communication():
+def test_weights_split_over_the_axis_of_the_rows_are_refused_before_communication():
     weight = image(4, 2, 3, 3)
     refused(lambda x, w: F.conv2d(x, w), [image(1, 2, 6, 5), weight], [2, 0], match="weight")
-    refused(lambda x, w: F.conv2d(x, w), [image(1, 2, 6, 5), weight], [None, 0], match="weight")
 
 
 def test_a_window_larger_than_the_padded_input_is_an_error_on_all_ranks():

@@ -355,8 +355,6 @@ def test_managed_gradients_are_reduced_by_the_wrapper_alone():
 def test_what_cannot_be_wrapped_is_refused():
     def body(rank):
         mesh = rank.mesh(domain=2)
-        with pytest.raises(sf.LayoutError, match="params='shard'"):
-            sf.parallelize(Net(), mesh, params="shard")
         with pytest.raises(sf.LayoutError, match="tensor=2"):
             sf.parallelize(Net(), rank.mesh(tensor=2, domain=1))
         frozen = Net().requires_grad_(False)

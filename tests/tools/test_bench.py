@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardfield.tools.bench import contest
+from shardfield.tools.bench import batches, contest
 from shardfield.tools.bench.intervals import paired_ratio
 from shardfield.tools.bench.launch import Idle, launch
 from shardfield.tools.bench.networks import workloads
@@ -88,8 +88,9 @@ def test_a_pointwise_module_needs_no_rows() -> None:
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (4, ["conv stack", "conv3d stack", "U-Net"]),
-        (2, ["SegResNet", "attention 4096", "ViT blocks"]),  # 2 divides the 6 heads
+        (4, ["conv stack", "conv stack, FSDP2", "conv3d stack", "U-Net"]),
+        # 2 divides the 6 heads
+        (2, ["SegResNet", "attention 4096", "ViT blocks", "tensor blocks"]),
     ],
 )
 def test_all_contestants_agree_and_are_timed(ranks: int, names: list[str]) -> None:
@@ -99,6 +100,24 @@ def test_all_contestants_agree_and_are_timed(ranks: int, names: list[str]) -> No
     for workload, times in zip(chosen, (c["seconds"] for c in contests), strict=True):
         assert set(times) == set(workload.kinds)
         assert all(len(t) == 1 and t[0] > 0 for t in times.values())
+
+
+def test_a_larger_batch_computes_more_for_each_byte() -> None:
+    rows = [batches.Intensity(**row) for row in launch(batches.run, 2, 16)]
+    for name in batches.NETWORKS:
+        mine = [row for row in rows if row.network == name]
+        one = mine[0]
+        loss = 0 if name == "tensor blocks" else 4  # one number, whatever the batch
+        assert one.activations > loss
+        for row in mine:
+            assert row.flops == row.batch * one.flops
+            assert row.activations - loss == row.batch * (one.activations - loss)
+            assert row.gradients == one.gradients
+    conv = [row.per_byte for row in rows if row.network == "conv stack"]
+    assert sorted(conv) == conv
+    assert conv[-1] > conv[0]  # gradients do not grow with the batch
+    tensor = {round(row.per_byte, 6) for row in rows if row.network == "tensor blocks"}
+    assert len(tensor) == 1  # split weights send activations only
 
 
 def test_a_wrong_gradient_stops_the_contest() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._library.effects import EffectType
+from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils.hooks import BackwardHook
 
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -131,6 +133,8 @@ def around_backward_hooks(around) -> None:
 
 def captures_leaf(node) -> bool:
     """Whether the running backward is `autograd.grad` and returns this leaf's gradient."""
+    if node.name() == "AliasBackward0":  # a split parameter is used through an alias
+        node = node.next_functions[0][0]
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
@@ -144,7 +148,9 @@ __all__ = [
     "BelowAutograd",
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "RegisterPostBackwardFunction",
     "around_backward_hooks",
+    "broadcast_coalesced",
     "captures_leaf",
     "default_store",
     "functional",

@@ -27,20 +27,37 @@ class Traffic:
     bytes: int = 0
     operations: list[tuple[str | None, str, int]] = field(default_factory=list)
 
+    def entered(self, operation: str | None, name: str, sent: int) -> None:
+        """Notes a collective that is about to start."""
+        self.collectives.append(name)
+        self.bytes += sent
+        self.operations.append((operation, name, sent))
+
+
+class Silence(Traffic):
+    """Stops whoever is about to start a collective."""
+
+    def entered(self, operation: str | None, name: str, sent: int) -> None:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"{operation} communicates: {name} of {sent} bytes")
+
 
 _recording: list[Traffic] = []
 
 
 @contextmanager
-def record_traffic() -> Iterator[Traffic]:
+def record_traffic(traffic: Traffic | None = None) -> Iterator[Traffic]:
     """Counts the collectives of shardfield that this rank enters, eagerly run ones only.
+
+    Args:
+        traffic: what to add to; by default a new count.
 
     Example:
         >>> with shardfield.comm.record_traffic() as traffic:
         ...     y = model(x)
         >>> traffic.bytes, traffic.collectives
     """
-    traffic = Traffic()
+    traffic = Traffic() if traffic is None else traffic
     _recording.append(traffic)
     try:
         yield traffic
@@ -50,9 +67,7 @@ def record_traffic() -> Iterator[Traffic]:
 
 def _count(name: str, sent: int, operation: str | None) -> None:
     for traffic in _recording:
-        traffic.collectives.append(name)
-        traffic.bytes += sent
-        traffic.operations.append((operation, name, sent))
+        traffic.entered(operation, name, sent)
 
 
 def _enter(

@@ -25,11 +25,24 @@ def reduce_sum(
 def use(value: torch.Tensor, groups: tuple[str, ...], operation: str | None = None) -> torch.Tensor:
     """A replicated value about to meet split operands: identity, its gradient is summed.
 
-    Comm: none forward, one all-reduce per group backward.
+    What an operation returned is used by all operations over the same groups as one, so that the
+    gradients of queries, keys and values are added up before they are summed over ranks (of
+    leaves not: see ADR 4).
+
+    Comm: none forward, one all-reduce per group backward, for all uses of a value that is no leaf.
     """
     if not groups:
         return value
-    return _Use.apply(value, groups, operation)
+    if torch.compiler.is_compiling() or value.grad_fn is None or not torch.is_grad_enabled():
+        return _Use.apply(value, groups, operation)
+    known = getattr(value, "_shardfield_uses", None)
+    if known is None:
+        known = value._shardfield_uses = {}  # type: ignore[attr-defined]
+    found, version = known.get(groups, (None, -1))
+    if found is None or version != value._version:
+        found = _Use.apply(value, groups, operation)
+        known[groups] = found, value._version
+    return found
 
 
 def scale_gradient(

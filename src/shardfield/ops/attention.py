@@ -322,6 +322,13 @@ def _heads(q: Dim, k: Dim) -> tuple[Dim, Dim]:
     )
 
 
+@constant
+def _cuts_groups(query: Operand, key: Operand) -> bool:
+    """Whether query heads are split inside groups of a shared key head, and key heads whole."""
+    q, k = _dims(query)[1], _dims(key)[1]
+    return bool(_axes(q)) and not _axes(k) and _size(k) > 0 and not _axes(_heads(q, k)[0])
+
+
 def _rows_of(mesh, dim: Dim, shared: tuple[str, ...]) -> tuple[Rows, ...]:
     """Runs of every rank of the group over `shared`, which agrees with this one on other axes."""
     every, axes = runs_of(dim), _axes(dim)
@@ -400,6 +407,10 @@ def scaled_dot_product_attention(
             op, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
     query, key, value, attn_mask = _cast(query, key, value, attn_mask)
+    if enable_gqa and _cuts_groups(_describe(query), _describe(key)):
+        # Fewer key heads than ranks: each takes those of its query heads, which nobody sends.
+        times = query.shape[1] // key.shape[1]
+        key, value = (torch.repeat_interleave(x, times, dim=1) for x in (key, value))
     plan = plan_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, op=op)
     q, k, v = (
         _entering(x, layout, plan.axes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardfield.comm._torch import in_backward
+from shardfield.comm._torch import DisableTorchFunction, in_backward
 from shardfield.errors import LayoutError
 from shardfield.operands import part_of_plain
 from shardfield.registry import register
@@ -21,13 +21,14 @@ def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple[Tenso
     outputs, inputs = _several(outputs), _several(inputs)
     given = _several(grad_outputs) if grad_outputs is not None else (None,) * len(outputs)
     cotangents = [_cotangent(y, g) for y, g in zip(outputs, given, strict=True)]
-    found = op(
-        [_plain(y) for y in outputs],
-        [_plain(x) for x in inputs],
-        cotangents,
-        *args,
-        **kwargs,
-    )
+    with DisableTorchFunction():
+        found = op(
+            [_plain(y) for y in outputs],
+            [_node_of(x) for x in inputs],
+            cotangents,
+            *args,
+            **kwargs,
+        )
     return tuple(
         wrap(g, x.layout) if isinstance(x, ShardTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
@@ -49,12 +50,27 @@ def backward(
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
     given = _several(grad_tensors) if grad_tensors is not None else (None,) * len(tensors)
     cotangents = [_cotangent(y, g) for y, g in zip(tensors, given, strict=True)]
-    leaves = None if inputs is None else [_plain(x) for x in _several(inputs)]
-    op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
+    leaves = None if inputs is None else [_node_of(x) for x in _several(inputs)]
+    with DisableTorchFunction():
+        op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
+
+
+@register(torch.Tensor._is_view, uses=False)
+def is_view(op, input: ShardTensor) -> bool:
+    """Of the tensor that operations act on; torch's pipelines detach in place what is no view."""
+    with DisableTorchFunction():
+        return op(input if input._local is None else input._local)
 
 
 def _plain(value: Tensor) -> Tensor:
     return local_of(value) if isinstance(value, ShardTensor) else value
+
+
+def _node_of(value: Tensor) -> Tensor:
+    """What autograd knows an input by: of a split parameter, the object itself."""
+    if isinstance(value, ShardTensor) and value._local is not None:
+        return value._local
+    return value
 
 
 def _several(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 
+from shardfield.channels import convolved_by_channels
 from shardfield.constant import constant
 from shardfield.layout import Layout
 from shardfield.plan import transposed_window, window
-from shardfield.registry import register, unsupported
+from shardfield.registry import register, summing, unsupported
 from shardfield.spatial import each, spatial
 from shardfield.tensor import ShardTensor
 from shardfield.windowed import WindowPlan, window_plan, windowed
+
+Tensor = torch.Tensor
 
 
 def _padding(padding, kernel, dilation) -> tuple[tuple[int, int], ...]:
@@ -32,10 +36,8 @@ def _check(op, layout: Layout, lead: int) -> None:
 
 
 def _check_weight(op, input, weight, bias) -> None:
-    if not isinstance(input, ShardTensor) or any(
-        isinstance(t, ShardTensor) for t in (weight, bias)
-    ):
-        raise unsupported(op, "its weight or bias is split", args=(input, weight, bias))
+    if not isinstance(input, ShardTensor) or isinstance(bias, ShardTensor):
+        raise unsupported(op, "its bias is split, its weight not", args=(input, weight, bias))
 
 
 def _extents(layout: Layout, dim: int) -> tuple[int, ...]:
@@ -57,11 +59,23 @@ def _conv_plan(layout: Layout, lead, out_channels, kernel, stride, padding, dila
     return window_plan(layout, plans, (lead - 1, out_channels))
 
 
-@register(F.conv1d, F.conv2d, F.conv3d)
-def conv(
-    op, input: ShardTensor, weight, bias=None, stride=1, padding=0, dilation=1, groups=1
-) -> ShardTensor:
-    """Exact for every stride and split. Comm: one fetch per split spatial dim."""
+@register(F.conv1d, F.conv2d, F.conv3d, uses=False)
+def conv(op, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> Tensor:
+    """Exact for every stride and split. Comm: one fetch per split spatial dim.
+
+    With a weight split by channels, also what `convolved_by_channels` sends.
+    """
+    if isinstance(weight, ShardTensor):
+
+        def call(x, w, b):
+            return op(x, w, b, stride, padding, dilation, groups)
+
+        return convolved_by_channels(op, input, weight, bias, 0, groups, call)
+    return _conv(op, input, weight, bias, stride, padding, dilation, groups)
+
+
+@summing
+def _conv(op, input, weight, bias, stride, padding, dilation, groups) -> ShardTensor:
     _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
@@ -120,19 +134,26 @@ def _transposed_plan(
     return plan, tuple(pads), tuple(extras)
 
 
-@register(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+@register(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, uses=False)
 def conv_transpose(
-    op,
-    input: ShardTensor,
-    weight,
-    bias=None,
-    stride=1,
-    padding=0,
-    output_padding=0,
-    groups=1,
-    dilation=1,
+    op, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+) -> Tensor:
+    """Exact for every stride and split. Comm: as `conv`."""
+    if isinstance(weight, ShardTensor):
+
+        def call(x, w, b):
+            return op(x, w, b, stride, padding, output_padding, groups, dilation)
+
+        return convolved_by_channels(op, input, weight, bias, 1, groups, call)
+    return _conv_transpose(
+        op, input, weight, bias, stride, padding, output_padding, groups, dilation
+    )
+
+
+@summing
+def _conv_transpose(
+    op, input, weight, bias, stride, padding, output_padding, groups, dilation
 ) -> ShardTensor:
-    """Exact for every stride and split. Comm: one fetch per split spatial dim."""
     _check_weight(op, input, weight, bias)
     dims = weight.dim() - 2
     kernel = tuple(weight.shape[2:])

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch._inductor
 from torch._dynamo.exc import TorchDynamoException
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardfield.errors import ShardfieldError
+from shardfield.axes import TENSOR
+from shardfield.errors import LayoutError, ShardfieldError
+from shardfield.parallel.activations import keeps_less, replace_inside
 from shardfield.parallel.partition import RebuildHalos
 from shardfield.tensor import ShardTensor, local_of, wrap
+
+_DEFAULTS = {"fullgraph": True, "dynamic": False}
+_REBUILD_HALOS = RebuildHalos()  # one, so that the options of equal calls are equal
 
 
 def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Module | Callable:
@@ -21,7 +29,8 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
 
     Args:
         target: called with any nesting of ShardTensors, tensors and constants. What `parallelize`
-            returns is compiled in place, inside its wrapper.
+            returns is compiled in place, inside its wrapper; block by block where parameters are
+            sharded or activations recomputed or offloaded, and eagerly between blocks.
         options: those of `torch.compile`; `fullgraph=True` and `dynamic=False` by default, since
             the sizes of shards are part of their layout.
 
@@ -35,10 +44,38 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
         # Dynamo does not trace the wrapper; what it wraps is what costs time.
         target.module = compile(target.module, **options)
         return target
-    options = _with_partitioner({"fullgraph": True, "dynamic": False, **options})
+    options = _with_partitioner({**_DEFAULTS, **options})
+    if isinstance(target, torch.nn.Module) and (blocks := _compiled_alone(target)):
+        _refuse_envelopes(target)
+        for block in blocks:
+            replace_inside(block, partial(_boundary, options=options))
+        return target
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)
     return _boundary(target, options)
+
+
+def _compiled_alone(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The innermost of the parts around whose forward something is done that is not traced.
+
+    That are FSDP2's hooks, recomputation and offloading.
+    """
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule) or keeps_less(m)]
+    chosen = {id(part) for part in parts}
+    return [part for part in parts if sum(id(m) in chosen for m in part.modules()) == 1]
+
+
+def _refuse_envelopes(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and TENSOR in (
+            parameter.device_mesh.mesh_dim_names or ()
+        ):
+            raise LayoutError(
+                f"compile of a model whose parameter {name!r} is split over tensor and by FSDP2",
+                "such parameters are opened around each block by code that is not traced",
+                'params="replicate", or the model uncompiled',
+                "parallelize",
+            )
 
 
 def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +84,7 @@ def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
         return options
     mode = options.pop("mode", None)
     chosen = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    chosen |= {"custom_partitioner_fn": RebuildHalos(), **(options.get("options") or {})}
+    chosen |= {"custom_partitioner_fn": _REBUILD_HALOS, **(options.get("options") or {})}
     return {**options, "options": chosen}
 
 
@@ -113,9 +150,16 @@ def _opened(value):
 
 
 def _split(leaves):
-    opened = [local_of(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    opened = [_boundary_tensor(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
     layouts = [leaf._layout if isinstance(leaf, ShardTensor) else None for leaf in leaves]
     return opened, layouts
+
+
+def _boundary_tensor(x: ShardTensor) -> torch.Tensor:
+    """The plain tensor, no view of a ShardTensor, which Dynamo would ask for its own base."""
+    local = local_of(x)
+    # What was made under no_grad keeps no plain tensor, and an alias of it is a view of it.
+    return local.data if x._local is None and not local.requires_grad else local
 
 
 __all__ = ["CompiledModule", "compile"]

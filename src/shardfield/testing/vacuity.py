@@ -16,7 +16,8 @@ from shardfield.comm.small import is_adding
 # fmt: off
 _MOVES = frozenset(
     {
-        "_to_copy", "_unsafe_view", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
+        "_to_copy", "_unsafe_view", "alias", "arange", "cat", "clone", "constant_pad_nd",
+        "contiguous", "copy",
         "copy_", "detach", "empty", "empty_like", "empty_strided", "fill_", "full", "full_like",
         "gather", "index", "index_put", "index_put_", "index_select", "lift_fresh", "new_empty",
         "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "pad",

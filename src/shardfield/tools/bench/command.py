@@ -10,6 +10,7 @@ from rich.console import Console
 NAMES = (
     "tiny",
     "conv stack",
+    "conv stack, FSDP2",
     "conv3d stack",
     "U-Net",
     "SegResNet",
@@ -17,7 +18,9 @@ NAMES = (
     "attention 4096",
     "attention 16384",
     "ViT blocks",
+    "tensor blocks",
     "memory",
+    "batches",
 )
 
 
@@ -37,7 +40,7 @@ def bench(
     The whole table takes about five minutes on two otherwise idle cores. Exits with 1 when a
     target is missed.
     """
-    from shardfield.tools.bench import contest, keeping, tiny
+    from shardfield.tools.bench import batches, contest, keeping, tiny
     from shardfield.tools.bench.launch import launch
     from shardfield.tools.bench.report import Results, draw, show
 
@@ -57,7 +60,7 @@ def bench(
         with console.status("tiny block"):
             results.tiny = launch(tiny.run, 1, pairs)
     for name in chosen:
-        if name not in ("tiny", "memory"):
+        if name not in ("tiny", "memory", "batches"):
             with console.status(name):
                 results.contests += launch(contest.run, ranks, pairs, [name], scale)
     if "memory" in chosen:
@@ -65,6 +68,10 @@ def bench(
         with console.status("memory"):
             rows = launch(keeping.run, ranks, networks, keeping.MODES, scale)
         results.keeping = [keeping.Keeping(**row) for row in rows]
+    if "batches" in chosen:
+        with console.status("batches"):
+            rows = launch(batches.run, ranks, max(scale, 8))
+        results.batches = [batches.Intensity(**row) for row in rows]
     show(results, console)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(results.as_json())

@@ -14,8 +14,11 @@ import shardfield as sf
 from shardfield.tools.bench.contestants import (
     ByHand,
     Contestant,
+    FullyShardedByHand,
     OneProcess,
+    ParallelizeModule,
     Sharded,
+    TensorParallel,
 )
 from shardfield.tools.bench.launch import Idle
 from shardfield.tools.bench.networks import Workload, workloads
@@ -63,8 +66,10 @@ def run(
 def contest(workload: Workload, idle: Idle, pairs: int, kinds: tuple[str, ...]) -> Contest:
     """Times one workload; `kinds` names the contestants, "one process" among them."""
     makers: dict[str, Callable[[Workload], Contestant]] = {
-        "shardfield": Sharded,
+        "shardfield": TensorParallel if workload.split is None else Sharded,
         **{rival: partial(ByHand, rival=rival) for rival in workload.rivals},
+        "parallelize_module": ParallelizeModule,
+        "FSDP2 by hand": FullyShardedByHand,
         "one process": OneProcess,
     }
     first = dist.get_rank() == 0
@@ -114,7 +119,7 @@ def _check_agreement(
     """Relative distance of each gradient from one process's; the same verdict on every rank."""
     distances = {}
     some = next(iter(contestants.values()))
-    reference = [torch.empty_like(p) for p in some.network.parameters()]
+    reference = [torch.empty(p.shape, dtype=p.dtype) for p in some.network.parameters()]
     if "one process" in contestants:
         reference = contestants["one process"].gradients()
     expected = torch.cat([t.reshape(-1) for t in reference]).double()

@@ -20,7 +20,8 @@ class Workload:
         input_shape: Global shape of the input, batch and channels first.
         target_shape: Global shape of the output.
         rivals: Names of the hand-written ones.
-        split: The dim.
+        split: The dim of the sample that is split; None: the weights are, over tensor ranks.
+        params: Where the library keeps the parameters.
         rounding: What the gradients of two correct float32 programs that add in another order may
             differ by, of their norm: far less than one lost halo row costs.
     """
@@ -30,7 +31,8 @@ class Workload:
     input_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
     rivals: tuple[str, ...] = ("by hand",)
-    split: int = 2
+    split: int | None = 2
+    params: str = "replicate"
     rounding: float = 2e-5
 
     @property
@@ -152,6 +154,28 @@ class VisionBlocks(nn.Module):
         return x
 
 
+class TensorBlock(nn.Module):
+    """Attention of separate projections and a two-layer perceptron; any number of local heads."""
+
+    def __init__(self, width: int, head_width: int) -> None:
+        super().__init__()
+        self.head_width = head_width
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.wide, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, C) to the same."""
+        y = self.first(x)
+        q, k, v = (
+            part(y).unflatten(2, (-1, self.head_width)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.back(F.gelu(self.wide(self.second(x))))
+
+
 def attended(qkv: torch.Tensor, heads: int, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
     """(B, N, 3*H*D) to (B, N, H*D)."""
     q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, 2))
@@ -187,9 +211,25 @@ def workloads(scale: int = 1) -> list[Workload]:
             1,
         ),
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
+        Workload(
+            "conv stack, FSDP2",
+            lambda: conv_stack(8, 32, 2),
+            conv_shape,
+            conv_shape,
+            ("FSDP2 by hand",),
+            params="shard",
+        ),
         Workload("conv3d stack", lambda: conv_stack(4, 16, 3), cube_shape, cube_shape),
         Workload("U-Net", lambda: UNet(32), (1, 32, square, square), (1, 1, square, square)),
         # Plain torch's own float32 gradient is 8e-5 from the one in float64.
         Workload("SegResNet", segresnet, (2, 1, *volume), (2, 2, *volume), rounding=2e-4),
         Workload("UNet2DModel", diffusion_unet, image, image),
+        Workload(
+            "tensor blocks",
+            lambda: nn.Sequential(*(TensorBlock(384, 64) for _ in range(2))),
+            (1, 1024 // scale, 384),
+            (1, 1024 // scale, 384),
+            ("parallelize_module",),
+            None,
+        ),
     ]

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from shardfield.tools.bench.batches import Intensity
 from shardfield.tools.bench.intervals import Interval, paired_ratio
 from shardfield.tools.bench.keeping import Keeping
 
@@ -50,6 +51,7 @@ class Results:
     tiny: dict[str, Any] | None = None
     contests: list[dict[str, Any]] = field(default_factory=list)
     keeping: list[Keeping] = field(default_factory=list)
+    batches: list[Intensity] = field(default_factory=list)
     ranks: int = 2
     pairs: int = 15
     load_before: float = 0.0
@@ -67,7 +69,7 @@ class Results:
             name = contest["workload"]
             # Only the convolution stack computes enough for a promise of speed-up.
             faster = 1.6 if name == "conv stack" else 1.0
-            rivals = [kind for kind in contest["seconds"] if kind.endswith("by hand")]
+            rivals = [k for k in contest["seconds"] if k not in ("shardfield", "one process")]
             best = min(rivals, key=lambda kind: median(contest["seconds"][kind]))
             found += [
                 _ratio(f"{name} / {best}", contest, ("shardfield", best), 1.05, True),
@@ -105,6 +107,7 @@ class Results:
                 ],
                 "tiny_us_per_op": self.tiny,
                 "contests": self.contests,
+                "batches": [{**vars(b), "per_byte": b.per_byte} for b in self.batches],
                 "memory": [
                     {**vars(k), "ratio": k.kept / k.one, "bound": k.bound} for k in self.keeping
                 ],
@@ -168,6 +171,20 @@ def show(results: Results, console: Console) -> None:
                 _mb(row.slabs),
                 _mb(row.bound),
                 "[green]met[/]" if row.kept <= row.bound else "[red]missed[/]",
+            )
+        console.print(table)
+    if results.batches:
+        table = Table(title="Computation for each byte a rank sends, as the batch grows")
+        for column in ("network", "batch", "operations", "activations", "gradients", "per byte"):
+            table.add_column(column, justify="left" if column == "network" else "right")
+        for count in results.batches:
+            table.add_row(
+                count.network,
+                str(count.batch),
+                f"{count.flops / 1e9:.2f} G",
+                _mb(count.activations),
+                _mb(count.gradients),
+                f"{count.per_byte:.0f}",
             )
         console.print(table)
 
