@@ -220,12 +220,14 @@ def test_inductor_equals_eager_on_a_rank_that_only_sends():
     check("short", 2, [(8, 1)], options={"compile_threads": 1})
 
 
+SHARDS: list[Extents] = [(9, 0), (7, 2), (8, 1), (1, 8), (4, 0, 5), (0, 8, 1), (3, 3, 3)]
+
+
 @pytest.mark.conformance
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("sizes", SHARDS, ids=str)
 @pytest.mark.parametrize("net", NETS)
-def test_inductor_equals_eager_on_uneven_and_empty_shards(net: str, ranks: int):
-    sizes = {2: [(9, 0), (7, 2), (8, 1), (1, 8)], 3: [(4, 0, 5), (0, 8, 1), (3, 3, 3)]}
-    check(net, ranks, sizes[ranks], options={"compile_threads": 1})
+def test_inductor_equals_eager_on_uneven_and_empty_shards(net: str, sizes: Extents):
+    check(net, len(sizes), [sizes], options={"compile_threads": 1})
 
 
 def test_compiled_parity_with_one_process():
