@@ -42,8 +42,8 @@ def quick_cuts() -> Iterator[None]:
     """Context in which the partitioner finds its minimum cut by Boykov and Kolmogorov's algorithm.
 
     torch takes networkx's default, preflow-push, which took up to 45 % of the time of compiling a
-    network, and on a graph of 620 nodes 30 times as long as this. The cut is the same: of all minimum cuts networkx returns the one
-    nearest the sink, whatever the flow.
+    network, and on a graph of 620 nodes 30 times as long as this. The cut is the same: of all
+    minimum cuts networkx returns the one nearest the sink, whatever the flow.
     """
     before = maxflow.default_flow_func
     maxflow.default_flow_func = boykov_kolmogorov
