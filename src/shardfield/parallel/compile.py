@@ -82,6 +82,9 @@ def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
     """Has inductor rebuild halos instead of keeping them."""
     if options.get("backend", "inductor") != "inductor":
         return options
+    from shardfield.parallel.ordering import keep_order  # imports inductor's code generator
+
+    keep_order()
     mode = options.pop("mode", None)
     chosen = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     chosen |= {"custom_partitioner_fn": _REBUILD_HALOS, **(options.get("options") or {})}
