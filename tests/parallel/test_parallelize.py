@@ -363,6 +363,41 @@ def test_what_cannot_be_wrapped_is_refused():
     rank_pool(2).run(body)
 
 
+def test_models_that_differ_between_ranks_are_refused_on_all_of_them():
+    def body(rank):
+        mesh = rank.mesh(data=2, domain=2)
+        width = 5 if rank.rank == 3 else 4  # along neither axis does the first rank differ
+        for params in ("replicate", "shard"):
+            with pytest.raises(sf.LayoutError, match="models that differ along the mesh axis"):
+                sf.parallelize(nn.Linear(3, width), mesh, params)
+
+    rank_pool(4).run(body)
+
+
+def test_weights_in_any_memory_format_start_as_on_the_first_rank():
+    def body(rank):
+        torch.manual_seed(rank.rank)
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        sf.parallelize(conv, rank.mesh(domain=2))
+        return conv.weight.detach().clone(), conv.weight.is_contiguous()
+
+    (first, contiguous), (second, _) = rank_pool(2).run(body)
+    assert torch.equal(first, second)
+    assert not contiguous
+
+
+def test_a_model_is_not_changed_by_a_call_that_is_refused():
+    def body(rank):
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+        split = {"tensor_parallel": "auto", "example": (torch.ones(2, 4),)}
+        with pytest.raises(sf.LayoutError, match="activations is one of"):
+            sf.parallelize(model, rank.mesh(tensor=2), activations="forget", **split)
+        return [type(parameter) for parameter in model.parameters()]
+
+    for kinds in rank_pool(2).run(body):
+        assert set(kinds) == {nn.Parameter}
+
+
 class WrittenLast(nn.Module):
     """Its last result is written in place after it was made."""
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from shardfield.axes import DATA, TENSOR, MeshAxes
 from shardfield.comm._torch import (
     RegisterPostBackwardFunction,
-    broadcast_coalesced,
     resolve_group,
 )
 from shardfield.errors import LayoutError
@@ -25,12 +24,11 @@ from shardfield.parallel.activations import replace_inside
 from shardfield.parallel.blocks import self_contained
 from shardfield.parallel.envelope import enclose, opened
 from shardfield.parallel.gathered import remember
-from shardfield.parallel.tensor_parallel import same_everywhere
+from shardfield.parallel.synchronise import same_everywhere, send_first
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, manage, wrap
 
 _meshes: dict[tuple, DeviceMesh] = {}
-_BUCKET = 250 << 20  # bytes that one broadcast of buffers carries, as in DDP
 
 
 def shard_parameters(
@@ -166,7 +164,7 @@ def _share_buffers(model: nn.Module, axes: MeshAxes) -> None:
     def share(module: nn.Module, *_: object) -> None:
         if torch.is_grad_enabled() and module.training:
             buffers = [buffer.detach() for buffer in module.buffers()]
-            broadcast_coalesced(resolve_group(axes.group((DATA,))), buffers, _BUCKET, 0)
+            send_first(axes.group((DATA,)), buffers)
 
     model.register_forward_pre_hook(share)
 

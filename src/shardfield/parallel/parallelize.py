@@ -17,7 +17,7 @@ from shardfield.errors import LayoutError
 from shardfield.parallel.activations import check_activations, keep_less
 from shardfield.parallel.blocks import Wrap, blocks_of, outermost
 from shardfield.parallel.fully_shard import shard_parameters
-from shardfield.parallel.tensor_parallel import same_everywhere
+from shardfield.parallel.synchronise import same_everywhere
 from shardfield.parallel.tensor_parallel import tensor_parallel as split_weights
 from shardfield.parallel.tensor_plan import Split, TensorPlan
 from shardfield.tensor import ShardTensor, manage
@@ -80,13 +80,14 @@ def parallelize(
             axis of several ranks over which no weight is split (see `tensor_parallel`).
     """
     axes = mesh_axes(mesh)
-    if tensor_parallel is not None:
+    _check(params, mixed_precision)
+    blocks = blocks_of(model, wrap)
+    check_activations(activations, context_fn, blocks)
+    if tensor_parallel is not None:  # the model is changed from here on
         plan = split_weights(model, mesh, tensor_parallel, example, rules)
         if dist.get_rank() == 0:
             print(plan)  # noqa: T201 - asked for, and nobody else sees it
-    _check(model, axes, params, mixed_precision)
-    blocks = blocks_of(model, wrap)
-    check_activations(activations, context_fn, blocks)
+    _check_tensor(model, axes)
     if activations != "keep":
         keep_less(outermost(blocks), activations, context_fn)
     if params == "replicate":
@@ -96,7 +97,7 @@ def parallelize(
     return shard_parameters(model, axes, params == "hybrid", blocks, **options)
 
 
-def _check(model: torch.nn.Module, axes: MeshAxes, params: str, mixed_precision: object) -> None:
+def _check(params: str, mixed_precision: object) -> None:
     if params not in KINDS:
         raise LayoutError(
             f"parallelize(params={params!r})",
@@ -111,6 +112,9 @@ def _check(model: torch.nn.Module, axes: MeshAxes, params: str, mixed_precision:
             'torch.autocast around the forward, or params="shard"',
             "parallelize",
         )
+
+
+def _check_tensor(model: torch.nn.Module, axes: MeshAxes) -> None:
     if (
         TENSOR in axes.names
         and axes.size((TENSOR,)) > 1
@@ -131,10 +135,10 @@ def _replicate(model: torch.nn.Module, axes: MeshAxes, options: dict[str, Any]) 
     several = DATA in axes.names and axes.size((DATA,)) > 1
     options = {"forward_sync_buffers": several, "gradient_as_bucket_view": True, **options}
     # DDP sends detached parameters with ATen, which is refused of shards: the same, by us.
-    options["init_sync"] = False
-    same_everywhere(model, axes, joint)
+    if options.pop("init_sync", True):
+        same_everywhere(model, axes, joint)
     wrapped = DistributedDataParallel(
-        model, process_group=resolve_group(axes.group(joint)), **options
+        model, process_group=resolve_group(axes.group(joint)), init_sync=False, **options
     )
     for parameter in model.parameters():
         manage(parameter)

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfield.axes import TENSOR, MeshAxes, mesh_axes
-from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.operands import part_of_plain
 from shardfield.parallel.derive import derive_plan
+from shardfield.parallel.synchronise import same_everywhere
 from shardfield.parallel.tensor_plan import Split, TensorPlan
-from shardfield.tensor import ShardTensor, local_of, parameter
+from shardfield.tensor import parameter
 
 
 def tensor_parallel(
@@ -119,22 +118,4 @@ def split_parameters(model: torch.nn.Module, plan: TensorPlan, mesh: MeshAxes) -
                 module._parameters[name] = made[id(found)]
 
 
-def same_everywhere(model: torch.nn.Module, mesh: MeshAxes, over: tuple[str, ...]) -> None:
-    """Gives the ranks along some mesh axes the parameters and buffers of their first one.
-
-    Args:
-        over: the axes; split parameters are whole over them.
-
-    Comm: one broadcast per tensor and axis of several ranks.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    with torch.no_grad():
-        locals_ = [local_of(x) if isinstance(x, ShardTensor) else x.detach() for x in tensors]
-    for axis in over:
-        if mesh.size((axis,)) > 1:
-            group = resolve_group(mesh.group((axis,)))
-            for tensor in locals_:
-                dist.broadcast(tensor, group=group, group_src=0)
-
-
-__all__ = ["same_everywhere", "split_parameters", "tensor_parallel"]
+__all__ = ["split_parameters", "tensor_parallel"]
