@@ -157,6 +157,22 @@ def test_a_tied_table_is_split_by_rows_under_both_its_names() -> None:
     assert extents(plan, "table.weight") == extents(plan, "head.weight") == (0, 1, (12, 11))
 
 
+class Pooled(nn.Module):
+    """As many positions as features: the last map has the shape of their table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(30, 8), nn.Embedding(8, 8)
+        self.pool = nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return self.pool(self.words(ids) + self.places(torch.arange(ids.shape[1])))
+
+
+def test_a_table_of_positions_is_no_vocabulary() -> None:
+    assert not derive_plan(Pooled(), (torch.zeros(2, 8, dtype=torch.int64),), {}, 2).splits
+
+
 def test_what_flows_on_whole_is_not_split() -> None:
     chain = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     assert not derive_plan(chain, (torch.ones(2, 8),), {}, 2).splits

@@ -108,7 +108,7 @@ def derive_plan(
                 splits[first.bias] = cut.on(0)
         splits[last.weight] = _of_dim(arrived, 1 - last.rows)
         rows_split.add(last.weight)
-    splits |= _vocabulary(trace, splits, ranks)
+    splits |= _vocabulary(trace, splits, shapes, ranks)
     for names in trace.tied:  # all names of a shared parameter have the rule of one
         rule = next((splits[name] for name in names if name in splits), None)
         if rule is not None:
@@ -125,7 +125,7 @@ class _Trace:
         self.tied: list[list[str]] = []
         self.calls: list[Call] = []
         self.linears: dict[int, Linear] = {}
-        self.tables: dict[str, int] = {}
+        self.tables: list[str] = []
 
     def between(self, last: Linear) -> tuple[list[int], list[Linear]]:
         """The calls that lead to the input of a linear map, and the linear maps they start from."""
@@ -207,7 +207,7 @@ class _Recorder(TorchFunctionMode):
             back = args[1].dim() - 1
             found = Linear(index, 0, given[1], given[2], rows, args[1].shape[rows], back)
         elif func is torch.embedding and given[0]:
-            self.trace.tables[given[0]] = args[0].shape[0]
+            self.trace.tables.append(given[0])
         if found is not None:
             self.trace.linears[index] = found
 
@@ -397,16 +397,25 @@ def _of_dim(dim: Dim, place: int) -> Split:
     return Split(place, outer, dim[at].size, inner, dim[at].extents)
 
 
-def _vocabulary(trace: _Trace, splits: Mapping[str, Split], ranks: int) -> dict[str, Split]:
-    """Tables whose rows are also the features of a linear map, and these maps, by rows."""
+def _vocabulary(
+    trace: _Trace,
+    splits: Mapping[str, Split],
+    shapes: Mapping[str, tuple[int, ...]],
+    ranks: int,
+) -> dict[str, Split]:
+    """Tables, and linear maps of a table's shape (tied or not), by rows.
+
+    A table with no more rows than columns is no vocabulary: square maps would pass for its head.
+    """
     found: dict[str, Split] = {}
-    for table, rows in trace.tables.items():
+    for table in trace.tables:
+        rows, columns = shapes[table]
         heads = [
             x
             for x in trace.linears.values()
-            if x.features == rows and x.rows == 0 and x.back == 1 and x.weight not in splits
+            if x.rows == 0 and shapes[x.weight] == (rows, columns) and x.weight not in splits
         ]
-        if heads and rows >= ranks and table not in splits:
+        if heads and rows >= max(ranks, columns + 1) and table not in splits:
             split = Split(0, 1, rows, 1, balanced(rows, ranks))
             names = [table, *(n for head in heads for n in (head.weight, head.bias) if n)]
             found |= dict.fromkeys(names, split)
