@@ -410,6 +410,13 @@ def _split_over_tensor(rank, axes, params, activations):
         held_bytes += found.numel()
         assert found.shape == pieces[over.get_local_rank()].shape
         worst = max([worst, *(found - pieces[over.get_local_rank()]).abs().flatten().tolist()])
+    wholes = sf.full_parameters(model)
+    for key, q in alone.named_parameters():
+        worst = max(worst, (wholes[key] - q).abs().max().item())
+    for layout, p in zip(layouts, model.parameters(), strict=True):
+        if layout is not None:
+            with pytest.raises(sf.UnsupportedOperation, match="full_parameters"):
+                p.full_tensor()
     return norms, worst, held_bytes
 
 

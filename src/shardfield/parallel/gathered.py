@@ -8,7 +8,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardfield.axes import TENSOR
+from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
+from shardfield.parallel.compile import CompiledModule
 from shardfield.tensor import ShardTensor, wrap
 
 
@@ -23,14 +25,26 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Comm: one gather per parameter and axis that it is split over; all ranks call this together.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = model
+    while isinstance(inner, (DistributedDataParallel, CompiledModule)):
+        inner = inner.module
     with torch.no_grad():
         return {name: _whole(parameter) for name, parameter in inner.named_parameters()}
 
 
 def remember(parameter: torch.Tensor, layout: Layout) -> None:
-    """Notes the layout of what a DTensor of FSDP2 is a part of."""
+    """Notes the layout of what a DTensor of FSDP2 is a part of; that itself gives no whole."""
     parameter._shardfield_layout = layout  # type: ignore[attr-defined]
+    parameter.full_tensor = _refuse  # type: ignore[attr-defined]
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise UnsupportedOperation(
+        "full_tensor() of a parameter that is split over tensor and held by FSDP2",
+        "DTensor would join its parts as if they were even and in order",
+        "shardfield.full_parameters(model), on all ranks together",
+        "parallelize",
+    )
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
