@@ -37,8 +37,8 @@ def bench(
 ) -> None:
     """Time and memory of sharded training steps against hand-written ones and one process.
 
-    The whole table takes about five minutes on two otherwise idle cores. Exits with 1 when a
-    target is missed.
+    The whole table takes about a quarter of an hour on two otherwise idle cores. Exits with 1 when
+    a target is missed.
     """
     from shardfield.tools.bench import batches, contest, keeping, tiny
     from shardfield.tools.bench.launch import launch
