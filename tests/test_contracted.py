@@ -159,13 +159,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 def _kept(rank: Rank, backend: str) -> tuple[int, int]:
     mesh = rank.mesh(domain=rank.world_size)
     whole = [torch.randn(1, 2, 64, 16).requires_grad_() for _ in "qkv"]
-    alone = kept_bytes(partial(attention, *whole), runs=2).kept
+    alone = kept_bytes(partial(attention, *whole)).kept
     xs = _operands(mesh, [((1, 2, 64, 16), 2, None)] * 3, torch.float32)
     fn = attention
     if backend:
         fn = sf.compile(attention, backend=backend, fullgraph=True)
     fn(*xs).sum().backward()
-    return alone, kept_bytes(partial(fn, *xs), runs=3).kept
+    return alone, kept_bytes(partial(fn, *xs)).kept
 
 
 def test_gathered_keys_and_values_are_not_kept():

@@ -246,7 +246,7 @@ def _kept(rank: Rank, algorithm: str, dtype: torch.dtype, causal: bool) -> tuple
 
     attend(shards)
     one = kept_bytes(partial(attend, plain)).kept
-    kept = kept_bytes(partial(attend, shards), runs=2).kept
+    kept = kept_bytes(partial(attend, shards)).kept
     return one, kept, 2 * shards[1].to_local().nbytes
 
 

@@ -219,7 +219,7 @@ def _kept(rank: Rank, rows: int) -> tuple[int, int]:
         return neighborhood_attention(q, k, v, kernel_size=7)
 
     forward()
-    return kept_bytes(forward, runs=2)
+    return kept_bytes(forward)
 
 
 def test_the_result_its_log_sum_exp_and_halos_are_kept():

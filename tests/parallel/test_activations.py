@@ -121,7 +121,8 @@ def _kept(rank):
         model = made(Net, torch.float32).to(rank.device)
         model = sf.parallelize(model, mesh, params, **WAYS[way])
         model(x).sum().backward()
-        kept.append(kept_bytes(partial(model, x), rank.device, runs=2).kept)
+        # FSDP2's workers may release unseen what the forward allocated.
+        kept.append(min(kept_bytes(partial(model, x), rank.device).kept for _ in range(3)))
     return kept
 
 

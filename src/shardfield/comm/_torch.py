@@ -30,6 +30,13 @@ def resolve_group(name: str) -> ProcessGroup:
     return _resolve_process_group(GroupName(name))
 
 
+def held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether C++ holds this tensor, or a view of its memory, besides the caller's Python."""
+    storage = tensor.untyped_storage()  # one use of the memory beside the tensor's own
+    uses = tensor._use_count()  # type: ignore[attr-defined]
+    return uses > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
+
+
 def in_backward() -> bool:
     """Whether this thread runs inside autograd's engine."""
     return torch._C._current_graph_task_id() != -1
@@ -154,6 +161,7 @@ __all__ = [
     "captures_leaf",
     "default_store",
     "functional",
+    "held_elsewhere",
     "in_backward",
     "let_dynamo_dispatch",
     "let_dynamo_dispatch_more",

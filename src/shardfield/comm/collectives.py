@@ -10,6 +10,7 @@ import torch
 
 from shardfield.comm import agreement, small, traced
 from shardfield.comm._torch import BelowAutograd, functional, rank_of, size_of
+from shardfield.comm.wait import wait
 
 
 @dataclass
@@ -140,24 +141,26 @@ def all_to_all(
         group,
         operation,
         tensor.dtype,
-        lambda: functional.wait_tensor(
-            functional.all_to_all_single(tensor, receives, sends, group)
-        ),
+        lambda: wait(functional.all_to_all_single(tensor, receives, sends, group)),
     )
 
 
 class Pending:
-    """An all-to-all that travels while this rank computes."""
+    """An all-to-all that travels while this rank computes; it holds what is sent until then."""
 
-    def __init__(self, tensor: torch.Tensor, group: str, operation: str | None) -> None:
-        self._tensor, self._group, self._operation = tensor, group, operation
+    def __init__(
+        self, tensor: torch.Tensor, sent: torch.Tensor | None, group: str, operation: str | None
+    ) -> None:
+        self._tensor, self._sent, self._group, self._operation = tensor, sent, group, operation
 
     def wait(self) -> torch.Tensor:
         """What arrived; call it once, on every rank in the same order."""
         if torch.compiler.is_compiling():
             return self._tensor
         with agreement.waiting("all_to_all", self._group, self._operation), BelowAutograd():
-            return functional.wait_tensor(self._tensor)
+            arrived = wait(self._tensor)
+        self._sent = None
+        return arrived
 
 
 def start_all_to_all(
@@ -172,13 +175,14 @@ def start_all_to_all(
     `tensor` must stay as it is until then.
     """
     if torch.compiler.is_compiling():
-        return Pending(traced.all_to_all(tensor, receives, sends, group), group, operation)
+        arrived = traced.all_to_all(tensor, receives, sends, group)
+        return Pending(arrived, None, group, operation)
     if _recording:
         sent = sum(sends) - sends[rank_of(group)]
         _count("all_to_all", sent * tensor.element_size(), operation)
     with agreement.collective("all_to_all", group, operation, tensor.dtype), BelowAutograd():
         started = functional.all_to_all_single(tensor, receives, sends, group)
-    return Pending(started, group, operation)
+    return Pending(started, tensor, group, operation)
 
 
 def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch.Tensor:
@@ -192,7 +196,5 @@ def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch
         group,
         operation,
         (tensor.shape, tensor.dtype),
-        lambda: functional.wait_tensor(
-            functional.all_gather_into_tensor(block, size_of(group), group)
-        ),
+        lambda: wait(functional.all_gather_into_tensor(block, size_of(group), group)),
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from shardfield.comm._torch import functional, size_of
+from shardfield.comm.wait import wait
 
 # Bytes that a rank sends, at most.
 _LIMIT = 1 << 18
@@ -40,12 +41,12 @@ def all_reduce(tensor: torch.Tensor, reduction: str, group: str) -> torch.Tensor
         or reduction not in _OVER_RANKS
         or (ranks - 1) * count * tensor.element_size() > _LIMIT
     ):
-        return functional.wait_tensor(functional.all_reduce(tensor, reduction, group))
+        return wait(functional.all_reduce(tensor, reduction, group))
     counts = [count] * ranks
     copies = tensor.reshape(1, count).expand(ranks, count).reshape(-1)
-    arrived = functional.wait_tensor(
-        functional.all_to_all_single(copies, counts, counts, group)
-    ).view(ranks, *tensor.shape)
+    arrived = wait(functional.all_to_all_single(copies, counts, counts, group)).view(
+        ranks, *tensor.shape
+    )
     _state["adding"] = True
     try:
         return _OVER_RANKS[reduction](arrived)

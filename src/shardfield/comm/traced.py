@@ -13,6 +13,7 @@ import torch
 
 from shardfield.comm import small
 from shardfield.comm._torch import functional, ordered
+from shardfield.comm.wait import wait
 
 
 @ordered("shardfield::all_reduce")
@@ -31,7 +32,7 @@ def all_to_all(
     tensor: torch.Tensor, receives: Sequence[int], sends: Sequence[int], group: str
 ) -> torch.Tensor:
     """`_c10d_functional.all_to_all_single`, waited for."""
-    return functional.wait_tensor(functional.all_to_all_single(tensor, receives, sends, group))
+    return wait(functional.all_to_all_single(tensor, receives, sends, group))
 
 
 @all_to_all.register_fake
@@ -44,9 +45,7 @@ def _(
 @ordered("shardfield::all_gather")
 def all_gather(block: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     """`_c10d_functional.all_gather_into_tensor`, waited for."""
-    return functional.wait_tensor(
-        functional.all_gather_into_tensor(block.contiguous(), ranks, group)
-    )
+    return wait(functional.all_gather_into_tensor(block.contiguous(), ranks, group))
 
 
 @all_gather.register_fake

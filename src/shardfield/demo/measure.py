@@ -47,7 +47,7 @@ def measure_step(
         losses.append(forward())
         backward(losses[0])
 
-    kept = kept_bytes(forward, device, runs=2).kept
+    kept = kept_bytes(forward, device).kept
     with record_traffic() as traffic:
         peak = kept_bytes(step, device).peak
     peak += storage_bytes(resident)

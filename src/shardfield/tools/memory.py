@@ -12,6 +12,8 @@ import torch
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 
+from shardfield.comm.wait import workers_release_first
+
 
 class AllocatedBytes(NamedTuple):
     """Bytes of one call, relative to what was allocated before it."""
@@ -22,20 +24,17 @@ class AllocatedBytes(NamedTuple):
     """The most that was allocated at any time during the call."""
 
 
-def kept_bytes(
-    fn: Callable[[], Any], device: torch.device | str = "cpu", runs: int = 1
-) -> AllocatedBytes:
+def kept_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> AllocatedBytes:
     """Bytes that `fn()` keeps, with its result alive: what a forward holds for its backward.
 
     Call `fn` once before measuring where it compiles or fills caches on first use. On the CPU the
-    events of the calling thread are read; a forward and a backward run on it. A communication
-    worker that happens to drop the last reference to a buffer releases it unseen, which can only
-    add to the count: the least of several runs of a forward that communicates is the true one.
+    events of the calling thread are read; a forward and a backward run on it, and shardfield's
+    collectives wait until their worker has let go of its buffers, so that they are released on it
+    too. What other libraries communicate may be released unseen, which can only add to the count.
 
     Args:
         fn: The forward (or a whole step). It takes nothing; its result is held until measured.
         device: Whose allocator to ask, "cpu" or a CUDA device.
-        runs: How often to call `fn`; the least of each number is returned.
 
     Returns:
         The bytes kept and the peak, of this process only.
@@ -50,15 +49,11 @@ def kept_bytes(
         4000
     """
     device = torch.device(device)
-    measured = [_allocated_by(fn, device) for _ in range(runs)]
-    return AllocatedBytes(*(min(numbers) for numbers in zip(*measured, strict=True)))
-
-
-def _allocated_by(fn: Callable[[], Any], device: torch.device) -> AllocatedBytes:
     gc.collect()
     if device.type == "cuda":
         return _cuda_bytes(fn, device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with profiler, workers_release_first():
         result = fn()
     allocated = _replay(_cpu_allocations(profiler))
     del result

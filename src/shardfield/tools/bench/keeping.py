@@ -128,27 +128,27 @@ def run(
 def measure(model: Model, mode: str, mesh: DeviceMesh) -> Keeping:
     """One row: one process on rank 0 first, then all ranks together.
 
-    Comm: what five forwards and a backward of the network need, and two small collectives.
+    Comm: what three forwards and a backward of the network need, and two small collectives.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.randn(model.shape, generator=torch.Generator().manual_seed(1))
     alone = torch.zeros(2, dtype=torch.int64)
     if rank == 0:
-        alone += torch.tensor(_bytes_of(model.network(), mode, torch.compile, x, runs=1))
+        alone += torch.tensor(_bytes_of(model.network(), mode, torch.compile, x))
     dist.broadcast(alone, src=0)
 
     sharded = sf.distribute_tensor(x, mesh["domain"], [Shard(2)], src_data_rank=None)
     network = model.network()
     with SlabCounter(network, ranks, dim=2) as slabs:
         network(sharded)
-    most = torch.tensor(_bytes_of(network, mode, sf.compile, sharded, runs=3))
+    most = torch.tensor(_bytes_of(network, mode, sf.compile, sharded))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     one, one_peak, kept, peak = (int(n) for n in (*alone, *most))
     return Keeping(model.name, mode, ranks, one, kept, one_peak, peak, max(slabs.bytes))
 
 
 def _bytes_of(
-    network: nn.Module, mode: str, compiler: Callable[..., Any], x: Tensor, runs: int
+    network: nn.Module, mode: str, compiler: Callable[..., Any], x: Tensor
 ) -> AllocatedBytes:
     forward = forward_in(mode, network, compiler)
     loss = forward(x).sum()  # compiles, plans, fills caches
@@ -156,7 +156,7 @@ def _bytes_of(
         loss.backward()
     del loss
     network.zero_grad()
-    return kept_bytes(partial(forward, x), runs=runs)
+    return kept_bytes(partial(forward, x))
 
 
 def forward_in(
