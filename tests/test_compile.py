@@ -288,7 +288,8 @@ def test_handlers_that_call_other_operations():
         largest = torch.linalg.vector_norm(x, float("inf"))
         joined = torch.cat((x, 2 * x), 1).sum()  # a tuple, not a list
         parts = sum(part for part in x.movedim(1, 0))
-        return x.norm(), largest, abs(x) / len(x), parts, rows, joined
+        split = sum(n * row for n, row in enumerate(x.unbind(2)))
+        return x.norm(), largest, abs(x) / len(x), parts, rows, split, joined
 
     given = {"sizes": [(9, 0)], "dtype": torch.float64, "compiled": "aot_eager"}
     parity(composed, [torch.randn(SHAPE)], [2], ranks=(2,), **given)

@@ -47,7 +47,7 @@ def _plans(equation: str, mesh: dict[str, int], operands: list[list[Dim]]) -> Ra
     for coordinate in product(*(range(size) for size in mesh.values())):
         axes = MeshAxes(tuple(mesh), tuple(mesh.values()), coordinate)
         layouts = [Layout(axes, dims) for dims in operands]
-        found.append((axes, contraction(equation, "", *layouts), layouts))
+        found.append((axes, contraction(equation, "", "", *layouts), layouts))
     return found
 
 
@@ -167,5 +167,5 @@ def test_of_differently_cut_operands_the_smaller_moves(larger: int):
 def test_an_index_that_cannot_be_split_moves_its_split_to_another():
     axes = MeshAxes(("h",), (4,), (0,))
     points = Layout(axes, _dims((9, 3), {"h": (1, (1, 1, 1, 0))}))
-    plan = contraction("mc,nc->mn", "c", points, (5, 3))
+    plan = contraction("mc,nc->mn", "c", "", points, (5, 3))
     assert plan.layout.extents(0) == (3, 3, 3, 0) and plan.sums == ()

@@ -21,7 +21,7 @@ from shardfield.contraction import Contraction, Entry, Operand, mesh_of
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.operands import part_of_plain
-from shardfield.plan import Exchange, exchange, runs_of, wanted_whole
+from shardfield.plan import Exchange, exchange, runs_of, wanted_runs
 from shardfield.registry import current_operation, groups_of, name_of, used
 from shardfield.tensor import ShardTensor, local_of, result
 
@@ -72,31 +72,36 @@ def contracted(
         lowered: autocast runs the operation in its lower precision.
 
     Comm: per operand that is not `still`, what `move` and one fetch per dim to gather send; then
-        one all-reduce of the result per axis of `plan.sums`, of halves in fp32. Backward: the same
+        one all-reduce of the result per axis of `plan.sums`, of halves in fp32, and one all-to-all
+        of partial rows to their owners per dim of `plan.scattered`. Backward: the same
         moves, of the operands whose partner requires grad; their adjoints, of gradients; and an
         all-reduce of the gradient of an operand per axis on which it is whole and the computation
         split.
     """
     blocks = [_held(x, entry, plan) for x, entry in zip(operands, plan.entries, strict=True)]
-    if not plan.moves and not plan.sums:
+    if not plan.moves and not plan.sums and not plan.scattered:
         return result(act(*blocks), plan.layout)
     operation = None if torch.compiler.is_compiling() else current_operation()
     if not plan.moves:
         local = act(*blocks)
-    elif bilinear and _is_saving(blocks):
+    elif bilinear and not plan.tokens and _is_saving(blocks):
         if lowered:
             blocks = [_lowered(block) for block in blocks]
         local = _Contract.apply(plan, act, operation, *blocks)
     else:
+        enter = _enter_once if plan.tokens else _enter
         entered = [
-            _enter(block, entry, operation)
+            enter(block, entry, operation)
             for block, entry in zip(blocks, plan.entries, strict=True)
         ]
         local = act(*entered)
-    if plan.sums:
-        groups = groups_of(plan.layout, plan.sums)
+    if plan.sums or plan.scattered:
         wide = local.to(accumulation_dtype(local.dtype))
-        local = reduce_sum(wide, groups, operation).to(local.dtype)
+        if plan.sums:
+            wide = reduce_sum(wide, groups_of(plan.layout, plan.sums), operation)
+        for d, way, group in _spreads(plan.layout, plan.summed, plan.scattered):
+            wide = fetch_adjoint(wide, d, way, group, operation)
+        local = wide.to(local.dtype)
     return result(local, plan.layout)
 
 
@@ -121,13 +126,18 @@ def _lowered(block: Tensor) -> Tensor:
 
 
 @constant
-def _spreads(layout: Layout, dims: tuple[int, ...]) -> tuple[tuple[int, Exchange, str], ...]:
-    """Arguments of the fetches after which this rank holds every row of `dims`."""
-    mesh, found = layout.mesh, []
+def _spreads(
+    source: Layout, target: Layout, dims: tuple[int, ...]
+) -> tuple[tuple[int, Exchange, str], ...]:
+    """Arguments of the fetches that join `dims` over the last of their axes, from `source`."""
+    mesh, found = source.mesh, []
     for d in dims:
-        axes, owned = layout.axes(d), runs_of(layout.dims[d])
-        plan = exchange(owned, wanted_whole(layout.shape[d], len(owned)), mesh.rank(axes))
-        found.append((d, plan, mesh.group(axes)))
+        kept = target.axes(d)
+        axes = source.axes(d)[len(kept) :]
+        ranks, row = mesh.size(axes), mesh.rank(kept)
+        owned = runs_of(source.dims[d])[row * ranks : (row + 1) * ranks]
+        wanted = (wanted_runs(target.dims[d])[row],) * ranks
+        found.append((d, exchange(owned, wanted, mesh.rank(axes)), mesh.group(axes)))
     return tuple(found)
 
 
@@ -136,9 +146,25 @@ def _enter(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
     if entry.plain or entry.still:
         return local
     local = move(local, entry.rest, entry.middle, operation)
-    for d, plan, group in _spreads(entry.middle, entry.spread):
+    for d, plan, group in _spreads(entry.middle, entry.target, entry.spread):
         local = fetch(local, d, plan, group, 0.0, operation)
     return use(local, groups_of(entry.rest, entry.after), operation)
+
+
+def _enter_once(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
+    """`_enter`, of a block that several contractions take (queries, keys and values) the same way.
+
+    Their gradients are then added up before they go back.
+    """
+    if entry.plain or entry.still or torch.compiler.is_compiling():
+        return _enter(local, entry, operation)
+    way = entry.rest, entry.middle, entry.target, entry.spread, entry.after
+    mode = torch.is_grad_enabled(), local._version
+    known = getattr(local, "_shardfield_entered", None)
+    if known is None or known[:2] != (way, mode):
+        known = way, mode, _enter(local, entry, operation)
+        local._shardfield_entered = known  # type: ignore[attr-defined]
+    return known[2]
 
 
 def _leave(grad: Tensor, entry: Entry, operation: str | None) -> Tensor:
@@ -147,8 +173,8 @@ def _leave(grad: Tensor, entry: Entry, operation: str | None) -> Tensor:
         return grad
     name = operation and f"backward of {operation}"
     grad = reduce_sum(grad, groups_of(entry.rest, entry.after), name)
-    for d, plan, group in reversed(_spreads(entry.middle, entry.spread)):
-        grad = fetch_adjoint(grad, d, plan, group, operation)
+    for d, plan, group in reversed(_spreads(entry.middle, entry.target, entry.spread)):
+        grad = fetch_adjoint(grad, d, plan, group, name)
     return move(grad, entry.middle, entry.rest, name)
 
 

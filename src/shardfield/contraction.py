@@ -15,7 +15,7 @@ that the rows of `q @ k.T` stay split and its columns whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -24,7 +24,7 @@ from math import prod
 from shardfield.axes import MeshAxes
 from shardfield.constant import constant
 from shardfield.errors import LayoutError
-from shardfield.layout import Dim, Factor, Layout, even_extents
+from shardfield.layout import Dim, Factor, Layout, balanced, canonical, even_extents
 from shardfield.plan import Run, runs_of
 
 Operand = Layout | tuple[int, ...]
@@ -70,21 +70,27 @@ class Contraction:
 
     Attributes:
         layout: of the result.
+        summed: of the result before its rows are scattered.
+        scattered: dims of which every rank then gets some rows of the sum.
         inputs: indices of every operand.
         output: indices of the result.
         axes: mesh axes over which the computation is split.
         sums: those of them over which results are partial.
         entries: how every operand enters.
         moves: some operand is not where it is computed with.
+        tokens: sequence parallelism: what is gathered is kept, and used by several maps.
     """
 
     layout: Layout
+    summed: Layout
+    scattered: tuple[int, ...]
     inputs: tuple[str, ...]
     output: str
     axes: tuple[str, ...]
     sums: tuple[str, ...]
     entries: tuple[Entry, ...]
     moves: bool
+    tokens: bool
 
 
 def mesh_of(asked: str, *operands: Operand) -> MeshAxes:
@@ -105,7 +111,7 @@ def mesh_of(asked: str, *operands: Operand) -> MeshAxes:
 
 
 @constant
-def contraction(equation: str, whole: str, *operands: Operand) -> Contraction:
+def contraction(equation: str, whole: str, tokens: str, *operands: Operand) -> Contraction:
     """Plans a contraction whose shapes fit.
 
     Args:
@@ -113,6 +119,8 @@ def contraction(equation: str, whole: str, *operands: Operand) -> Contraction:
             operand. A size of 1 broadcasts.
         whole: indices that the computation cannot split. A split there moves to the longest index
             of the operand that is not split.
+        tokens: an index of the result (sequence parallelism). Splits of the last operand stand
+            and others give way; a sum over axes that it is split over is scattered over `tokens`.
     """
     left, _, output = equation.partition("->")
     inputs = tuple(left.split(","))
@@ -125,13 +133,18 @@ def contraction(equation: str, whole: str, *operands: Operand) -> Contraction:
     for letters, layout in zip(inputs, rest, strict=True):
         for letter, size in zip(letters, layout.shape, strict=True):
             sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
-    choices = list(_assignments(_candidates(inputs, rest, sizes, whole)))
+    candidates = _candidates(inputs, rest, sizes, whole)
+    if tokens:
+        candidates = _yielding(candidates, inputs[-1], rest[-1])
+    choices = list(_assignments(candidates))
     chosen = choices[0]
     if len(choices) > 1:
         chosen = min(choices, key=lambda choice: moved(inputs, output, rest, sizes, choice))
     used = [axis for dim in chosen.values() for axis in _axes(dim)]
     axes = tuple(axis for axis in mesh.names if axis in used)
-    out = Layout(mesh, [chosen.get(letter, (Factor(sizes[letter]),)) for letter in output])
+    summed = Layout(mesh, [chosen.get(letter, (Factor(sizes[letter]),)) for letter in output])
+    partial = tuple(axis for axis in axes if axis not in summed.split_axes)
+    out = _scattered(summed, output.index(tokens), partial) if tokens else summed
     entries = tuple(
         _entry(
             not isinstance(operand, Layout),
@@ -146,12 +159,15 @@ def contraction(equation: str, whole: str, *operands: Operand) -> Contraction:
     )
     return Contraction(
         out,
+        summed,
+        (output.index(tokens),) if out is not summed else (),
         inputs,
         output,
         axes,
-        tuple(axis for axis in axes if axis not in out.split_axes),
+        tuple(axis for axis in partial if axis not in out.split_axes),
         entries,
         not all(entry.plain or entry.still for entry in entries),
+        bool(tokens),
     )
 
 
@@ -191,6 +207,51 @@ def _candidates(
             if (letter, dim) not in found:
                 found.append((letter, dim))
     return found
+
+
+def _yielding(
+    candidates: Sequence[tuple[str, Dim]], letters: str, layout: Layout
+) -> list[tuple[str, Dim]]:
+    """The splits of one operand, of this layout, and what of other candidates leaves them alone."""
+    standing = [
+        (letter, dim)
+        for d, (letter, dim) in enumerate(zip(letters, layout.dims, strict=True))
+        if layout.is_split(d)
+    ]
+    others = []
+    for letter, dim in candidates:
+        if letter not in dict(standing):
+            dim = without(dim, layout.split_axes, layout.mesh)
+            if _axes(dim) and (letter, dim) not in others:
+                others.append((letter, dim))
+    return [*standing, *others]
+
+
+def without(dim: Dim, axes: Collection[str], mesh: MeshAxes) -> Dim:
+    """A dim split no longer over `axes`: its shares joined where these are the last of its axes."""
+    factors = []
+    for factor in dim:
+        kept = tuple(axis for axis in factor.axes if axis not in axes)
+        if kept == factor.axes:
+            factors.append(factor)
+        elif kept and kept == factor.axes[: len(kept)]:
+            share = len(factor.extents) // mesh.size(kept)
+            cuts = range(0, len(factor.extents), share)
+            extents = tuple(sum(factor.extents[at : at + share]) for at in cuts)
+            factors.append(Factor(factor.size, kept, extents))
+        else:
+            factors.append(Factor(factor.size))
+    return tuple(factors)
+
+
+def _scattered(layout: Layout, d: int, axes: tuple[str, ...]) -> Layout:
+    """The layout with the shares of a dim of one factor split further, over `axes`."""
+    if not axes or len(layout.dims[d]) > 1:
+        return layout
+    mesh, (factor,) = layout.mesh, layout.dims[d] or (Factor(1),)
+    shares = factor.extents or (factor.size,)
+    extents = [n for share in shares for n in balanced(share, mesh.size(axes))]
+    return layout.replace({d: (Factor(factor.size, (*factor.axes, *axes), tuple(extents)),)})
 
 
 def _assignments(
@@ -235,7 +296,9 @@ def _entry(
     spread = tuple(
         d
         for d in range(len(letters))
-        if rest.axes(d) and not target.is_split(d) and set(rest.axes(d)) <= idle
+        if (gone := set(rest.axes(d)) - set(target.axes(d)))
+        and gone <= idle
+        and target.dims[d] == canonical(without(rest.dims[d], gone, rest.mesh))
     )
     middle = target.replace({d: rest.dims[d] for d in spread})
     partial = tuple(axis for axis in axes if axis in idle and axis not in middle.split_axes)

@@ -37,6 +37,16 @@ def even_extents(size: int, parts: int) -> tuple[int, ...]:
     return tuple(max(0, min(chunk, size - index * chunk)) for index in range(parts))
 
 
+def balanced(units: int, ranks: int) -> tuple[int, ...]:
+    """`units` over `ranks`, the first ones holding one more where they do not divide.
+
+    >>> balanced(5, 4)
+    (2, 1, 1, 1)
+    """
+    share, rest = divmod(units, ranks)
+    return tuple(share + (rank < rest) for rank in range(ranks))
+
+
 def cuts(extents: Sequence[int]) -> tuple[int, ...]:
     """Cut points of consecutive ranges: 0, e0, e0+e1, ..., size."""
     return (0, *accumulate(extents))

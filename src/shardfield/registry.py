@@ -20,7 +20,14 @@ from shardfield.composite import body_of, is_composite
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
-from shardfield.tensor import EagerShardTensor, ShardTensor, is_managed, local_of, wrap
+from shardfield.tensor import (
+    EagerShardTensor,
+    ShardTensor,
+    is_managed,
+    is_managed_over_tensor,
+    local_of,
+    wrap,
+)
 
 log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
@@ -246,11 +253,12 @@ def used(value: torch.Tensor, axes: tuple[str, ...], layout: Layout) -> torch.Te
         return value
     operation = current_operation()
     if is_managed(value):
-        # The wrapper averages over data and domain only: over tensor the sum is ours.
-        averaged = tuple(axis for axis in axes if axis != TENSOR)
+        # Unless asked to, the wrapper averages over data and domain only: over tensor we sum.
+        whole = is_managed_over_tensor(value)
+        averaged = tuple(axis for axis in axes if whole or axis != TENSOR)
         groups = groups_of(layout, averaged)
         value = scale_gradient(value, _ranks(layout, averaged), groups, operation)
-        axes = tuple(axis for axis in axes if axis == TENSOR)
+        axes = tuple(axis for axis in axes if axis not in averaged)
     return use(value, groups_of(layout, axes), operation)
 
 

@@ -47,6 +47,7 @@ class ShardTensor(torch.Tensor):
     _local: Tensor | None = None
     _layout: Layout
     _moved: bool = False
+    _splits_tokens: bool = False
 
     # __torch_function__ is set by the registry, which knows the handlers.
 
@@ -273,8 +274,11 @@ class ShardTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only ShardTensors created by the user (leaves) can be deep-copied")
-        make = parameter if getattr(self, "_is_param", False) else leaf
-        copied = make(local_of(self).detach().clone(), self._layout, self.requires_grad)
+        local = local_of(self).detach().clone()
+        if getattr(self, "_is_param", False):
+            copied = parameter(local, self._layout, self.requires_grad, self._splits_tokens)
+        else:
+            copied = leaf(local, self._layout, self.requires_grad)
         if self.grad is not None:
             copied.grad = self.grad.clone()
         memo[id(self)] = copied
@@ -285,8 +289,10 @@ class ShardTensor(torch.Tensor):
         local = local_of(self).detach()
         if local.untyped_storage().nbytes() != local.numel() * local.element_size():
             local = local.clone()
-        make = parameter if getattr(self, "_is_param", False) else leaf
-        return make, (local, self._layout, self.requires_grad)
+        made = local, self._layout, self.requires_grad
+        if getattr(self, "_is_param", False):
+            return parameter, (*made, self._splits_tokens)
+        return leaf, made
 
     def as_subclass(self, cls):
         """Refused: retyping keeps the local shard and drops its layout."""
@@ -383,16 +389,20 @@ def leaf(local: Tensor, layout: Layout, requires_grad: bool = False) -> ShardTen
     return x.requires_grad_() if requires_grad else x
 
 
-def parameter(local: Tensor, layout: Layout, requires_grad: bool = True) -> Any:
+def parameter(
+    local: Tensor, layout: Layout, requires_grad: bool = True, splits_tokens: bool = False
+) -> Any:
     """A split parameter: the object itself is autograd's leaf, as wrappers and optimizers expect.
 
     Args:
         local: this rank's shard.
+        splits_tokens: what it contracts is scattered over tokens (sequence parallelism).
     """
     # Not of the class with the tripwire: DDP and fused optimizers call ATen on parameters.
     x = make_subclass(ShardTensor, local.detach(), requires_grad)
     x._layout = layout
     x._is_param = True
+    x._splits_tokens = splits_tokens
     return x
 
 
@@ -434,19 +444,24 @@ class _Managed:
     a model's equal blocks anew.
     """
 
-    def __init__(self, of: Tensor) -> None:
-        self.of = id(of)
+    def __init__(self, of: Tensor, tensor: bool) -> None:
+        self.of, self.tensor = id(of), tensor
 
 
-def manage(parameter: Tensor) -> None:
-    """Marks a parameter whose gradient a wrapper averages over data and domain."""
-    parameter._shardfield_managed = _Managed(parameter)  # type: ignore[attr-defined]
+def manage(parameter: Tensor, tensor: bool = False) -> None:
+    """Marks a parameter whose gradient a wrapper averages over data and domain, or tensor too."""
+    parameter._shardfield_managed = _Managed(parameter, tensor)  # type: ignore[attr-defined]
 
 
 def is_managed(value: Tensor) -> bool:
     """Whether `manage` marked this very object: a pickled or copied one is no longer managed."""
     mark = getattr(value, "_shardfield_managed", None)
     return mark is not None and (_compiling() or mark.of == id(value))
+
+
+def is_managed_over_tensor(value: Tensor) -> bool:
+    """Of a managed parameter: whether its gradient is averaged over tensor ranks too."""
+    return value._shardfield_managed.tensor  # type: ignore[attr-defined]
 
 
 def _refuse_foreign(x: Tensor) -> None:

@@ -16,21 +16,34 @@ from shardfield.testing import Rank, rank_pool
 
 STEPS, LIMIT = 20, 1e-9
 
-MESHES: dict[str, tuple[dict[str, int], str]] = {
-    "data 2": ({"data": 2}, "replicate"),
-    "domain 2": ({"domain": 2}, "replicate"),
-    "domain 3": ({"domain": 3}, "replicate"),
-    "tensor 2": ({"tensor": 2}, "replicate"),
-    "data 2, domain 2": ({"data": 2, "domain": 2}, "replicate"),
-    "data 2, tensor 2": ({"data": 2, "tensor": 2}, "replicate"),
-    "domain 2, tensor 2": ({"domain": 2, "tensor": 2}, "replicate"),
-    "h 2, w 2": ({"h": 2, "w": 2}, "replicate"),
-    "domain 2, FSDP2": ({"domain": 2}, "shard"),
-    "data 2, domain 2, FSDP2": ({"data": 2, "domain": 2}, "shard"),
-    "data 2, domain 2, HSDP": ({"data": 2, "domain": 2}, "hybrid"),
-    "domain 2, tensor 2, FSDP2": ({"domain": 2, "tensor": 2}, "shard"),
-    "data 2, domain 2, tensor 2": ({"data": 2, "domain": 2, "tensor": 2}, "replicate"),
-    "data 2, h 2, w 2": ({"data": 2, "h": 2, "w": 2}, "replicate"),
+
+class Way(NamedTuple):
+    """Axes of the mesh, where parameters live, and whether tensor ranks share out the tokens."""
+
+    axes: dict[str, int]
+    params: str
+    sequence: bool = False
+
+
+MESHES: dict[str, Way] = {
+    "data 2": Way({"data": 2}, "replicate"),
+    "domain 2": Way({"domain": 2}, "replicate"),
+    "domain 3": Way({"domain": 3}, "replicate"),
+    "tensor 2": Way({"tensor": 2}, "replicate"),
+    "data 2, domain 2": Way({"data": 2, "domain": 2}, "replicate"),
+    "data 2, tensor 2": Way({"data": 2, "tensor": 2}, "replicate"),
+    "domain 2, tensor 2": Way({"domain": 2, "tensor": 2}, "replicate"),
+    "h 2, w 2": Way({"h": 2, "w": 2}, "replicate"),
+    "domain 2, FSDP2": Way({"domain": 2}, "shard"),
+    "data 2, domain 2, FSDP2": Way({"data": 2, "domain": 2}, "shard"),
+    "data 2, domain 2, HSDP": Way({"data": 2, "domain": 2}, "hybrid"),
+    "domain 2, tensor 2, FSDP2": Way({"domain": 2, "tensor": 2}, "shard"),
+    "data 2, domain 2, tensor 2": Way({"data": 2, "domain": 2, "tensor": 2}, "replicate"),
+    "data 2, h 2, w 2": Way({"data": 2, "h": 2, "w": 2}, "replicate"),
+    "tensor 2, sequence": Way({"tensor": 2}, "replicate", True),
+    "domain 2, tensor 2, sequence": Way({"domain": 2, "tensor": 2}, "replicate", True),
+    "data 2, tensor 2, sequence": Way({"data": 2, "tensor": 2}, "replicate", True),
+    "domain 2, tensor 2, FSDP2, sequence": Way({"domain": 2, "tensor": 2}, "shard", True),
 }
 ACTIVATIONS = ("keep", "recompute")
 
@@ -52,7 +65,9 @@ class Outcome(NamedTuple):
 
 def applies(cell: Cell) -> bool:
     """Whether the network has the dims that the mesh splits."""
-    axes, _ = MESHES[cell.mesh]
+    axes, _, sequence = MESHES[cell.mesh]
+    if sequence and NETS[cell.net].split.keys() != {"domain"}:
+        return False
     return all(axis in ("data", "tensor") or axis in NETS[cell.net].split for axis in axes)
 
 
@@ -78,7 +93,7 @@ def every_pair() -> list[Cell]:
 
 def run(cell: Cell) -> Outcome:
     """Trains one cell on its ranks."""
-    axes, _ = MESHES[cell.mesh]
+    axes = MESHES[cell.mesh].axes
     losses, parameters = alone(cell.net)
     ranks = rank_pool(prod(axes.values())).run(train, cell)
     return Outcome(
@@ -119,10 +134,14 @@ def _step(net: Net, model, optimizer, x, target) -> torch.Tensor:
 
 def train(rank: Rank, cell: Cell) -> tuple[list[float], list[torch.Tensor]]:
     """The same on this rank of a mesh."""
-    axes, params = MESHES[cell.mesh]
+    axes, params, sequence = MESHES[cell.mesh]
     net, mesh = NETS[cell.net], sf.init_mesh(**axes)
     model = net.network()
-    weights: dict = {"tensor_parallel": "auto", "example": (net.batch(0)[0],)}
+    weights: dict = {
+        "tensor_parallel": "auto",
+        "example": (net.batch(0)[0],),
+        "sequence_parallel": sequence,
+    }
     model = sf.parallelize(
         model, mesh, params, activations=cell.activations, **(weights if "tensor" in axes else {})
     )

@@ -75,6 +75,20 @@ def test_a_row_of_a_split_dim_goes_to_every_rank(dim):
     check(rows, [X], [dim], sizes=SIZES, double=True)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_unbind_gives_every_rank_every_row(dim):
+    def rows(x):
+        first, *others = x.unbind(dim)
+        return first, sum(n * row for n, row in enumerate(others)), torch.stack(list(x), 1)
+
+    check(rows, [X], [dim], sizes=SIZES, double=True)
+
+
+def test_unbind_on_a_grid_of_ranks():
+    sizes = [{"h": (4, 3), "w": (1, 8)}, {"h": (0, 7), "w": (9, 0)}]
+    check(lambda x: (x.unbind(1), x.unbind(-1)), [X], [{1: "h", 2: "w"}], (4,), sizes)
+
+
 def test_rows_on_a_grid_of_ranks():
     def rows(x):
         return x[:, 3], x[:, 3, 4], x[:, 2:5, 4], x[:, 5:, ::2]
@@ -206,7 +220,6 @@ def test_writing_beside_merged_dims(dim):
         (lambda x: x.__setitem__((0, ROWS), 1.0), "is split"),
         (lambda x: x.__setitem__((x > 0).long(), 1.0), "a split index"),
         (lambda x: x.flatten(0, 1).__setitem__(slice(3, 9), 1.0), "rows of merged dims"),
-        (lambda x: x.unbind(1), "every row"),
     ],
 )
 def test_what_differs_between_ranks_is_refused(fn, match):

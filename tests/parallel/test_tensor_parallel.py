@@ -225,7 +225,7 @@ def test_units_are_balanced(units: int, ranks: int) -> None:
 # Training
 
 
-def train(rank, axes: dict, fused: bool, steps: int = 3):
+def train(rank, axes: dict, fused: bool, sequence: bool, steps: int = 3):
     """The largest distances of losses, gradient norms and parameters from one process."""
     mesh = sf.init_mesh(**axes)
     model, alone = made(Tied, fused), made(Tied, fused)
@@ -233,7 +233,7 @@ def train(rank, axes: dict, fused: bool, steps: int = 3):
         for parameter in model.parameters():  # rank 0's count
             parameter.add_(rank.rank)
     replicas = axes.get("data", 1)
-    sf.tensor_parallel(model, mesh, example=(tokens(0),))
+    sf.tensor_parallel(model, mesh, example=(tokens(0),), sequence=sequence)
     held = sum(sf.ShardTensor.to_local(p).numel() for p in model.parameters() if is_split(p))
     model = sf.parallelize(model, mesh)
     ours, theirs = (
@@ -276,15 +276,16 @@ def is_split(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, sf.ShardTensor)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     "axes", [{"tensor": 2}, {"tensor": 3}, {"domain": 2, "tensor": 2}, {"data": 2, "tensor": 2}]
 )
-def test_training_equals_one_process(axes: dict, fused: bool) -> None:
+def test_training_equals_one_process(axes: dict, fused: bool, sequence: bool) -> None:
     ranks = 1
     for size in axes.values():
         ranks *= size
-    found = rank_pool(ranks).run(train, axes, fused)
+    found = rank_pool(ranks).run(train, axes, fused, sequence)
     assert max(distance for distance, _, _ in found) < 1e-10
     groups = ranks // axes["tensor"]
     assert sum(held for _, held, _ in found) == groups * found[0][2]  # all of it, once

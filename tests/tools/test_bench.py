@@ -90,7 +90,7 @@ def test_a_pointwise_module_needs_no_rows() -> None:
     [
         (4, ["conv stack", "conv stack, FSDP2", "conv3d stack", "U-Net"]),
         # 2 divides the 6 heads
-        (2, ["SegResNet", "attention 4096", "ViT blocks", "tensor blocks"]),
+        (2, ["SegResNet", "attention 4096", "ViT blocks, bf16", "tensor blocks"]),
     ],
 )
 def test_all_contestants_agree_and_are_timed(ranks: int, names: list[str]) -> None:

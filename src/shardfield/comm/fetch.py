@@ -285,11 +285,11 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _ = ctx.saved_tensors
+        name = None if ctx.operation is None else f"backward of {ctx.operation}"
         if ctx.fresh and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            name = None if ctx.operation is None else f"backward of {ctx.operation}"
             out = _scatter_add(grad, ctx.dim, ctx.plan, ctx.group, name, fresh=True)
         else:
-            out = _FetchAdjoint.apply(grad, ctx.dim, ctx.plan, ctx.group, ctx.operation)
+            out = _FetchAdjoint.apply(grad, ctx.dim, ctx.plan, ctx.group, name)
         return out, None, None, None, None, None, None
 
 
@@ -297,10 +297,13 @@ class _FetchAdjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grad, dim, plan, group, operation):
         ctx.dim, ctx.plan, ctx.group, ctx.operation = dim, plan, group, operation
-        name = None if operation is None else f"backward of {operation}"
-        return _scatter_add(grad, dim, plan, group, name)
+        out = _scatter_add(grad, dim, plan, group, operation)
+        ctx.save_for_backward(out.new_empty(0))  # see _Fetch.forward
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        out = _Fetch.apply(grad, ctx.dim, ctx.plan, ctx.group, 0.0, ctx.operation, False)
+        _ = ctx.saved_tensors
+        name = None if ctx.operation is None else f"backward of {ctx.operation}"
+        out = _Fetch.apply(grad, ctx.dim, ctx.plan, ctx.group, 0.0, name, False)
         return out, None, None, None, None

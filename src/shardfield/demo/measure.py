@@ -47,6 +47,7 @@ def measure_step(
         losses.append(forward())
         backward(losses[0])
 
+    forward()  # fills caches, which are no part of a step
     kept = kept_bytes(forward, device).kept
     with record_traffic() as traffic:
         peak = kept_bytes(step, device).peak

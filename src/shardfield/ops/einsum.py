@@ -93,7 +93,7 @@ def _contract(inputs: tuple[str, ...], output: str, operands: list[Tensor]) -> T
     equation = f"{','.join(inputs)}->{output}"
     if not any(isinstance(x, ShardTensor) for x in operands):
         return torch.einsum(equation, *operands)
-    plan = contraction(equation, "", *[operand_of(x) for x in operands])
+    plan = contraction(equation, "", "", *[operand_of(x) for x in operands])
     if len(operands) > 2 and plan.moves:
         rest = output + "".join(inputs[2:])
         middle = "".join(sorted({x for x in inputs[0] + inputs[1] if x in rest}))
@@ -182,7 +182,7 @@ def _tensordot_plan(op, dims, left: Operand, right: Operand) -> Contraction:
         second[b] = first[a]
         summed.add(first[a])
     out = [letter for letter in first + second if letter not in summed]
-    return contraction(f"{''.join(first)},{''.join(second)}->{''.join(out)}", "", left, right)
+    return contraction(f"{''.join(first)},{''.join(second)}->{''.join(out)}", "", "", left, right)
 
 
 @register(torch.tensordot, uses=False)
@@ -199,7 +199,7 @@ def tensordot(op, a, b, dims=2, out=None) -> Tensor:
 @constant
 def _vectors_plan(op, equation: str, left: Operand, right: Operand) -> Contraction:
     check_shapes(op, op, left, right)
-    return contraction(equation, "", left, right)
+    return contraction(equation, "", "", left, right)
 
 
 @register(torch.dot, _T.dot, uses=False)
@@ -240,7 +240,7 @@ def inner(op, input, other, *, out=None) -> Tensor:
 @constant
 def _bilinear_plan(op, equation: str, first: Operand, second: Operand, weight: Operand):
     check_shapes(op, op, first, second, weight)
-    return contraction(equation, "", first, second, weight)
+    return contraction(equation, "", "", first, second, weight)
 
 
 @register(F.bilinear, uses=False)
@@ -273,7 +273,7 @@ def _distance_plan(op, left: Operand, right: Operand) -> tuple[Contraction, bool
     m, n = (o.shape if isinstance(o, Layout) else o for o in (left, right))
     batch = _LETTERS[: max(len(m), len(n)) - 2]
     first, second = batch[len(batch) - len(m) + 2 :], batch[len(batch) - len(n) + 2 :]
-    plan = contraction(f"{first}mz,{second}nz->{batch}mn", "z", left, right)
+    plan = contraction(f"{first}mz,{second}nz->{batch}mn", "z", "", left, right)
     return plan, m[-2] > 25 or n[-2] > 25
 
 

@@ -44,6 +44,8 @@ def linear(op, input, weight, bias=None) -> Tensor:
     """Rows stay where they are, split in any way; output features as the weight's rows are.
 
     Comm: none forward where the weight is plain and the features are whole; else as `contracted`.
+        With sequence parallelism (see `tensor_parallel`) rows that are split over the weight's axes
+        are gathered for split output features, and sums over split input features are scattered.
         The gradients of a plain weight and bias are summed over the mesh axes of the input.
     """
     if isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
@@ -56,17 +58,19 @@ def linear(op, input, weight, bias=None) -> Tensor:
             return wrap(op(local_of(input), weight, bias), layout)
     if not isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
         return op(input, weight) + bias
-    plan = _linear_plan(op, operand_of(input), operand_of(weight))
+    tokens = isinstance(weight, ShardTensor) and weight._splits_tokens
+    plan = _linear_plan(op, operand_of(input), operand_of(weight), tokens)
     y = contracted(plan, (input, weight), op, lowered=True)
     return y if bias is None else y + bias
 
 
 @constant
-def _linear_plan(op, input: Operand, weight: Operand) -> Contraction:
+def _linear_plan(op, input: Operand, weight: Operand, tokens: bool) -> Contraction:
     check_shapes(op, op, input, weight)
     rows = _BATCH[: len(_shape(input)) - 1]
     n = "n" if len(_shape(weight)) == 2 else ""
-    return contraction(f"{rows}k,{n}k->{rows}{n}", "", input, weight)
+    last = rows[-1:] if tokens else ""
+    return contraction(f"{rows}k,{n}k->{rows}{n}", "", last, input, weight)
 
 
 def _shape(operand: Operand) -> tuple[int, ...]:
@@ -86,7 +90,7 @@ def matmul_plan(op, left: Operand, right: Operand) -> Contraction:
     first = batch[len(batch) - max(m - 2, 0) :] + "mk"[2 - min(m, 2) :]
     second = batch[len(batch) - max(n - 2, 0) :] + "kn"[: min(n, 2)]
     out = batch + "m" * (m > 1) + "n" * (n > 1)
-    return contraction(f"{first},{second}->{out}", "", left, right)
+    return contraction(f"{first},{second}->{out}", "", "", left, right)
 
 
 @register(
@@ -152,7 +156,7 @@ def _added_plan(
 ) -> tuple[Contraction, Layout | None]:
     """The product, and the layout in which the summand joins it at once; None: it comes after."""
     check_shapes(op, op, added, left, right)
-    plan = contraction(_PRODUCTS[op.__name__][0], "", left, right)
+    plan = contraction(_PRODUCTS[op.__name__][0], "", "", left, right)
     if plan.moves or plan.sums:
         return plan, None
     shape, out = _shape(added), plan.layout

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import torch
 
+from shardfield.comm.move import move
 from shardfield.constant import constant
 from shardfield.layout import Factor, Layout, cuts, wrapped
 from shardfield.ranges import Cut, sliced
-from shardfield.registry import register, unsupported
+from shardfield.registry import current_operation, log, register, unsupported
 from shardfield.tensor import ShardTensor, local_of, marked, result
 
 _T = torch.Tensor
@@ -154,19 +155,19 @@ def named_split(op, input, indices_or_sections=None, *, indices=None, sections=N
 
 @register(torch.unbind, _T.unbind, uses=False)
 def unbind(op, input, dim=0):
-    """The rows of a dim that is not split. Comm: none."""
-    layout = input._layout
+    """All rows; of a split dim every rank gets all, which is logged with its bytes.
+
+    Comm: none; of a split dim one ragged all-to-all of its rows.
+    """
+    layout, local, moved = input._layout, local_of(input), input._moved
     dim = wrapped(dim, len(layout.dims))
     if layout.is_split(dim):
-        raise unsupported(
-            op,
-            f"every rank would get every row of dim {dim}, which is split",
-            "take slices, split another dim, or gather with full_tensor() on purpose",
-            "indexing",
-            (input,),
-        )
+        whole = _resized(layout, dim, layout.shape[dim])
+        local, layout, moved = move(local, layout, whole, current_operation()), whole, True
+        if not torch.compiler.is_compiling():
+            log.warning("unbind: gathered %d bytes on every rank, all of dim %d", local.nbytes, dim)
     out = _without(layout, dim)
-    return tuple(marked(result(part, out), input._moved) for part in local_of(input).unbind(dim))
+    return tuple(marked(result(part, out), moved) for part in local.unbind(dim))
 
 
 @constant

@@ -26,8 +26,8 @@ from shardfield.axes import TENSOR, MeshAxes
 from shardfield.comm.collectives import Silence, record_traffic
 from shardfield.composite import body_of, is_composite
 from shardfield.errors import LayoutError
-from shardfield.layout import Dim, Factor, Layout
-from shardfield.parallel.tensor_plan import Split, TensorPlan, balanced
+from shardfield.layout import Dim, Factor, Layout, balanced
+from shardfield.parallel.tensor_plan import Split, TensorPlan
 from shardfield.registry import is_registered
 from shardfield.tensor import ShardTensor, wrap
 

@@ -7,6 +7,7 @@ around the local part; what the layout says stays here (see docs/adr/0002).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +19,15 @@ from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.tensor import ShardTensor, local_of, manage, wrap
 
-Layouts = dict[tuple[int, str], Layout]
+
+class Held(NamedTuple):
+    """What an envelope does not say of a split parameter: see `shardfield.tensor.parameter`."""
+
+    layout: Layout
+    splits_tokens: bool
+
+
+Layouts = dict[tuple[int, str], Held]
 
 
 def enclose(model: nn.Module, mesh: DeviceMesh) -> Layouts:
@@ -39,7 +48,7 @@ def enclose(model: nn.Module, mesh: DeviceMesh) -> Layouts:
             if parameter is None:
                 continue
             if isinstance(parameter, ShardTensor):
-                layouts[id(module), name] = parameter.layout
+                layouts[id(module), name] = Held(parameter.layout, parameter._splits_tokens)
             if id(parameter) not in made:
                 made[id(parameter)] = _envelope(parameter, mesh, name)
             module._parameters[name] = made[id(parameter)]
@@ -86,9 +95,9 @@ def opened(run: Callable, own: Sequence[nn.Module], layouts: Layouts) -> Callabl
             if isinstance(parameter, DTensor)
         ]
         values: dict[int, torch.Tensor] = {}
-        for parameters, name, parameter, layout in held:
+        for parameters, name, parameter, said in held:
             if id(parameter) not in values:  # tied ones stay one
-                values[id(parameter)] = _open(parameter, layout)
+                values[id(parameter)] = _open(parameter, said)
             parameters[name] = values[id(parameter)]  # type: ignore[assignment]
         try:
             return run(*args, **kwargs)
@@ -99,10 +108,14 @@ def opened(run: Callable, own: Sequence[nn.Module], layouts: Layouts) -> Callabl
     return forward
 
 
-def _open(parameter: DTensor, layout: Layout | None) -> torch.Tensor:
+def _open(parameter: DTensor, held: Held | None) -> torch.Tensor:
     local = _Open.apply(parameter)
     manage(local)
-    return local if layout is None else wrap(local, layout)
+    if held is None:
+        return local
+    opened = wrap(local, held.layout)
+    opened._splits_tokens = held.splits_tokens
+    return opened
 
 
 class _Open(torch.autograd.Function):

@@ -75,8 +75,8 @@ def shard_parameters(
             _flag_unsharded(unit, own)
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and (layout := layouts.get((id(module), name))) is not None:
-                remember(parameter, layout)
+            if parameter is not None and (held := layouts.get((id(module), name))) is not None:
+                remember(parameter, held.layout)
     _share_buffers(model, axes)
     return model
 

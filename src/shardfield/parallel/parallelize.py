@@ -17,6 +17,7 @@ from shardfield.errors import LayoutError
 from shardfield.parallel.activations import check_activations, keep_less
 from shardfield.parallel.blocks import Wrap, blocks_of, outermost
 from shardfield.parallel.fully_shard import shard_parameters
+from shardfield.parallel.mean_over_tensor import mean_over_tensor_too
 from shardfield.parallel.synchronise import same_everywhere
 from shardfield.parallel.tensor_parallel import tensor_parallel as split_weights
 from shardfield.parallel.tensor_plan import Split, TensorPlan
@@ -36,6 +37,7 @@ def parallelize(
     tensor_parallel: TensorPlan | str | None = None,
     example: Sequence[Any] | Mapping[str, Any] = (),
     rules: Mapping[str, Split | None] | None = None,
+    sequence_parallel: bool = False,
     context_fn: Callable[[], Any] | None = None,
     **options: Any,
 ) -> torch.nn.Module:
@@ -61,6 +63,7 @@ def parallelize(
             the first rank.
         example: see there.
         rules: see there.
+        sequence_parallel: `sequence` there.
         context_fn: with "recompute", the `context_fn` of `torch.utils.checkpoint.checkpoint`,
             such as a selective policy.
         options: of `torch.nn.parallel.DistributedDataParallel`, or of
@@ -84,7 +87,7 @@ def parallelize(
     blocks = blocks_of(model, wrap)
     check_activations(activations, context_fn, blocks)
     if tensor_parallel is not None:  # the model is changed from here on
-        plan = split_weights(model, mesh, tensor_parallel, example, rules)
+        plan = split_weights(model, mesh, tensor_parallel, example, rules, sequence_parallel)
         if dist.get_rank() == 0:
             print(plan)  # noqa: T201 - asked for, and nobody else sees it
     _check_tensor(model, axes)
@@ -140,6 +143,10 @@ def _replicate(model: torch.nn.Module, axes: MeshAxes, options: dict[str, Any]) 
     wrapped = DistributedDataParallel(
         model, process_group=resolve_group(axes.group(joint)), init_sync=False, **options
     )
+    tokens = any(getattr(parameter, "_splits_tokens", False) for parameter in model.parameters())
+    if tokens:
+        groups = axes.group(joint), axes.group((TENSOR,))
+        wrapped.register_comm_hook(tuple(map(resolve_group, groups)), mean_over_tensor_too)
     for parameter in model.parameters():
-        manage(parameter)
+        manage(parameter, tokens and not isinstance(parameter, ShardTensor))
     return wrapped

@@ -24,6 +24,7 @@ def tensor_parallel(
     plan: TensorPlan | str = "auto",
     example: Sequence[Any] | Mapping[str, Any] = (),
     rules: Mapping[str, Split | None] | None = None,
+    sequence: bool = False,
 ) -> TensorPlan:
     """Splits a module's weights over the mesh axis `tensor`, in place.
 
@@ -37,6 +38,11 @@ def tensor_parallel(
         example: for "auto", positional or keyword arguments of the model: plain tensors of global
             shapes, values of which are not read.
         rules: changes to the plan, by parameter name or pattern; see `TensorPlan.with_rules`.
+        sequence: between the pairs of linear maps, where activations would be the same on all
+            tensor ranks (norms, dropout, residual sums), every rank has some of the tokens (the
+            last dim but one). A linear map that ends a pair scatters its sum over them, and one
+            that begins a pair gathers them; together they send what an all-reduce would. What the
+            model returns is then split over `tensor` too.
 
     Returns:
         The plan; print it.
@@ -69,16 +75,19 @@ def tensor_parallel(
         )
     same_everywhere(model, axes, axes.names)
     if ranks > 1:
-        split_parameters(model, plan, axes)
+        split_parameters(model, plan, axes, sequence)
     return plan
 
 
-def split_parameters(model: torch.nn.Module, plan: TensorPlan, mesh: MeshAxes) -> None:
+def split_parameters(
+    model: torch.nn.Module, plan: TensorPlan, mesh: MeshAxes, sequence: bool = False
+) -> None:
     """Replaces parameters by their shards, in place; tied ones stay tied.
 
     Args:
         model: its parameters are whole and the same on all ranks (see `same_everywhere`).
         plan: names are those of `model.named_parameters()`.
+        sequence: see `tensor_parallel`.
 
     Comm: none.
 
@@ -107,7 +116,10 @@ def split_parameters(model: torch.nn.Module, plan: TensorPlan, mesh: MeshAxes) -
             )
     made = {
         key: parameter(
-            part_of_plain(whole.detach(), layouts[key]).clone(), layouts[key], whole.requires_grad
+            part_of_plain(whole.detach(), layouts[key]).clone(),
+            layouts[key],
+            whole.requires_grad,
+            sequence,
         )
         for key, whole in {id(p): p for p in named.values()}.items()
         if key in layouts

@@ -12,17 +12,7 @@ from typing import Any
 
 from shardfield.axes import TENSOR, MeshAxes
 from shardfield.errors import LayoutError
-from shardfield.layout import Factor, Layout
-
-
-def balanced(units: int, ranks: int) -> tuple[int, ...]:
-    """`units` over `ranks`, the first ones holding one more where they do not divide.
-
-    >>> balanced(5, 4)
-    (2, 1, 1, 1)
-    """
-    share, rest = divmod(units, ranks)
-    return tuple(share + (rank < rest) for rank in range(ranks))
+from shardfield.layout import Factor, Layout, balanced
 
 
 @dataclass(frozen=True)
@@ -174,4 +164,4 @@ class TensorPlan:
         return "\n".join(lines)
 
 
-__all__ = ["Split", "TensorPlan", "balanced"]
+__all__ = ["Split", "TensorPlan"]

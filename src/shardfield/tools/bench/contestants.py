@@ -65,7 +65,7 @@ class ByHand(Contestant):
         )
         self.target_numel = self.target.numel() * ranks
         parameters = list(self.network.parameters())
-        self.flat = torch.zeros(sum(p.numel() for p in parameters) + 1)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters) + 1, dtype=workload.dtype)
         offset = 0
         for parameter in parameters:
             view = self.flat[offset : offset + parameter.numel()]

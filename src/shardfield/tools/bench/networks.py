@@ -22,8 +22,9 @@ class Workload:
         rivals: Names of the hand-written ones.
         split: The dim of the sample that is split; None: the weights are, over tensor ranks.
         params: Where the library keeps the parameters.
-        rounding: What the gradients of two correct float32 programs that add in another order may
-            differ by, of their norm: far less than one lost halo row costs.
+        rounding: What the gradients of two correct programs of this type that add in another order
+            may differ by, of their norm: far less than one lost halo row, or key, costs.
+        dtype: Of weights, samples and gradients.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Workload:
     split: int | None = 2
     params: str = "replicate"
     rounding: float = 2e-5
+    dtype: torch.dtype = torch.float32
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -43,12 +45,12 @@ class Workload:
     def network(self) -> nn.Module:
         """The network with the same weights at every call and on every rank."""
         torch.manual_seed(0)
-        return self.build()
+        return self.build().to(self.dtype)
 
     def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole input and target, global shapes, the same on every rank."""
         generator = torch.Generator().manual_seed(1)
-        make = lambda shape: torch.randn(shape, generator=generator)  # noqa: E731
+        make = lambda shape: torch.randn(shape, generator=generator).to(self.dtype)  # noqa: E731
         return make(self.input_shape), make(self.target_shape)
 
 
@@ -189,27 +191,9 @@ def workloads(scale: int = 1) -> list[Workload]:
     image = (1, 3, 384 // scale, 384 // scale)
     # Two samples: of one, torch convolves small volumes in another, slower way.
     volume = (256 // scale, *(max(8, 32 // scale),) * 2)
-    tokens, rivals = [4096 // scale, 16384 // scale], ("ring by hand", "all-to-all by hand")
     return [
-        *(
-            Workload(
-                f"attention {n * scale}",
-                lambda: Attention(6, 32),
-                (1, n, 576),
-                (1, n, 192),
-                rivals,
-                1,
-            )
-            for n in tokens
-        ),
-        Workload(
-            "ViT blocks",
-            lambda: VisionBlocks(4, 192, 6),
-            (1, tokens[0], 192),
-            (1, tokens[0], 192),
-            rivals,
-            1,
-        ),
+        *_attention(scale, torch.float32, "", 2e-5),
+        *_attention(scale, torch.bfloat16, ", bf16", 3e-2),
         Workload("conv stack", lambda: conv_stack(8, 32, 2), conv_shape, conv_shape),
         Workload(
             "conv stack, FSDP2",
@@ -232,4 +216,20 @@ def workloads(scale: int = 1) -> list[Workload]:
             ("parallelize_module",),
             None,
         ),
+    ]
+
+
+def _attention(scale: int, dtype: torch.dtype, suffix: str, rounding: float) -> list[Workload]:
+    """Attention alone over sequences of two lengths, and blocks of a vision transformer."""
+
+    def over(name: str, build: Callable[[], nn.Module], n: int, width: int) -> Workload:
+        rivals = ("ring by hand", "all-to-all by hand")
+        shapes = (1, n, width), (1, n, 192)
+        return Workload(
+            name + suffix, build, *shapes, rivals, split=1, rounding=rounding, dtype=dtype
+        )
+
+    return [
+        *(over(f"attention {n}", lambda: Attention(6, 32), n // scale, 576) for n in (4096, 16384)),
+        over("ViT blocks", lambda: VisionBlocks(4, 192, 6), 4096 // scale, 192),
     ]
