@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 def applies(cell: Cell) -> bool:
     """Whether the network has the dims that the mesh splits."""
     axes, _, sequence = MESHES[cell.mesh]
-    if sequence and NETS[cell.net].split.keys() != {"domain"}:
+    if sequence and not NETS[cell.net].tokens:
         return False
     return all(axis in ("data", "tensor") or axis in NETS[cell.net].split for axis in axes)
 

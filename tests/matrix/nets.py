@@ -32,14 +32,14 @@ class Net:
         batch: input and target of a step, global, batch first.
         split: the dim of input (and target) that each domain axis splits.
         dense: the target is split as the input is.
-        splits_weights: a tensor axis finds pairs of linear maps or convolutions in it.
+        tokens: its split weights act on rows of tokens.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     split: dict[str, int]
     dense: bool = True
-    splits_weights: bool = True
+    tokens: bool = True
 
     def network(self) -> nn.Module:
         """The network with the same weights at every call and on every rank."""
@@ -177,6 +177,7 @@ NETS = {
         _unet,
         lambda step: (_normal(step, SAMPLES, 2, 10, 8), _normal(step + 99, SAMPLES, 2, 10, 8)),
         {"domain": 2, "h": 2, "w": 3},
+        tokens=False,
     ),
     "Transolver": Net(
         Transolver,

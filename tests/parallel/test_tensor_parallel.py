@@ -311,6 +311,82 @@ def test_a_block_sums_twice_each_way(fused: bool) -> None:
         assert counts == [{("all_reduce", size): 4}, {("all_reduce", size): 4}]
 
 
+def token_traffic(rank, fused: bool):
+    mesh = sf.init_mesh(tensor=2)
+    model = made(nn.Sequential, Block(fused), Block(fused))
+    sf.tensor_parallel(model, mesh, example=(activations(),), sequence=True)
+    model = sf.parallelize(model, mesh)
+    x = activations().requires_grad_()
+    with record_traffic() as forward:
+        y = model(x * 1)
+    loss = y.sum()
+    with record_traffic() as backward:
+        loss.backward()
+    counts = [Counter((name, sent) for _, name, sent in t.operations) for t in (forward, backward)]
+    return y.layout.shape, y.to_local().shape, counts
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_tokens_are_gathered_and_scattered_once_a_pair(fused: bool) -> None:
+    """Half an all-reduce each, forward and backward; whole parameters wait for the bucket."""
+    row, whole = 8 * SAMPLES * WIDTH, 8 * SAMPLES * ROWS * WIDTH
+    for rank, (shape, local, counts) in enumerate(rank_pool(2).run(token_traffic, fused)):
+        assert shape == (SAMPLES, ROWS, WIDTH)
+        mine = (4, 3)[rank]
+        assert local == (SAMPLES, mine, WIDTH)
+        gathers, scatters = ("all_to_all", mine * row), ("all_to_all", (ROWS - mine) * row)
+        # The sample is whole: the first pair gathers nothing, and uses it split and whole.
+        assert counts == [
+            {gathers: 3, scatters: 4},
+            {gathers: 4, scatters: 3, ("all_reduce", whole): 2},
+        ]
+
+
+class Dropping(nn.Module):
+    """Dropout between pairs, inside of them and in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(WIDTH, HEADS, 20, 0.3, batch_first=True) for _ in "ab")
+        )
+
+    def forward(self, x):
+        return self.layers(F.dropout(x, 0.2, self.training))
+
+
+def dropped(rank, sequence: bool) -> tuple[list[float], list[float]]:
+    mesh = sf.init_mesh(tensor=rank.world_size, seed=3)
+    model, x = made(Dropping), activations()
+    sf.tensor_parallel(model, mesh, example=(x,), sequence=sequence)
+    model = sf.parallelize(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses = torch.linspace(-1, 1, x.numel()).double().view(x.shape), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return (
+        losses,
+        [w.sum().item() for w in sf.full_parameters(model).values()],
+        model(x).square().mean().item(),
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropout_does_not_depend_on_the_number_of_tensor_ranks(sequence: bool) -> None:
+    two, three = rank_pool(2).run(dropped, sequence), rank_pool(3).run(dropped, sequence)
+    losses, sums, quiet = two[0]
+    for other, weights, evaluated in (*two, *three):
+        assert other == pytest.approx(losses, abs=1e-10)
+        assert weights == pytest.approx(sums, abs=1e-10)
+        assert evaluated == pytest.approx(quiet, abs=1e-10)
+    assert abs(losses[-1] - quiet) > 1e-3
+
+
 def halves(rank):
     """Weights gathered from four tensor ranks, and their gradients."""
     mesh = sf.init_mesh(tensor=4)
