@@ -225,7 +225,7 @@ def test_units_are_balanced(units: int, ranks: int) -> None:
 # Training
 
 
-def train(rank, axes: dict, fused: bool, sequence: bool, steps: int = 3):
+def train(rank, axes: dict, fused: bool, sequence: bool, backend="", activations="keep"):
     """The largest distances of losses, gradient norms and parameters from one process."""
     mesh = sf.init_mesh(**axes)
     model, alone = made(Tied, fused), made(Tied, fused)
@@ -235,12 +235,14 @@ def train(rank, axes: dict, fused: bool, sequence: bool, steps: int = 3):
     replicas = axes.get("data", 1)
     sf.tensor_parallel(model, mesh, example=(tokens(0),), sequence=sequence)
     held = sum(sf.ShardTensor.to_local(p).numel() for p in model.parameters() if is_split(p))
-    model = sf.parallelize(model, mesh)
+    model = sf.parallelize(model, mesh, activations=activations)
+    if backend:
+        model = sf.compile(model, backend=backend)
     ours, theirs = (
         torch.optim.AdamW(m.parameters(), lr=0.02, foreach=True) for m in (model, alone)
     )
     distances = []
-    for step in range(steps):
+    for step in range(3):
         ids = tokens(step)
         mine = ids.chunk(replicas)[mesh.get_local_rank("data") if replicas > 1 else 0]
         if "domain" in axes:
@@ -289,6 +291,25 @@ def test_training_equals_one_process(axes: dict, fused: bool, sequence: bool) ->
     assert max(distance for distance, _, _ in found) < 1e-10
     groups = ranks // axes["tensor"]
     assert sum(held for _, held, _ in found) == groups * found[0][2]  # all of it, once
+
+
+@pytest.mark.parametrize(
+    ("axes", "sequence", "activations", "backend"),
+    [
+        ({"tensor": 2}, False, "keep", "inductor"),
+        ({"tensor": 2}, True, "keep", "aot_eager"),
+        ({"domain": 2, "tensor": 2}, True, "recompute", "aot_eager"),
+        pytest.param(
+            {"domain": 2, "tensor": 2}, False, "keep", "inductor", marks=pytest.mark.conformance
+        ),
+    ],
+)
+def test_compiled_training_equals_one_process(
+    axes: dict, sequence: bool, activations: str, backend: str
+) -> None:
+    pool = rank_pool(2 * len(axes))
+    found = pool.run(train, axes, False, sequence, backend, activations, timeout=300)
+    assert max(distance for distance, _, _ in found) < 1e-10
 
 
 def block_traffic(rank, fused: bool):

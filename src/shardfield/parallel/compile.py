@@ -18,6 +18,7 @@ from shardfield.axes import TENSOR
 from shardfield.errors import LayoutError, ShardfieldError
 from shardfield.parallel.activations import keeps_less, replace_inside
 from shardfield.parallel.partition import RebuildHalos
+from shardfield.parallel.split_weights import SplitWeights
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 _DEFAULTS = {"fullgraph": True, "dynamic": False}
@@ -48,7 +49,7 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
     if isinstance(target, torch.nn.Module) and (blocks := _compiled_alone(target)):
         _refuse_envelopes(target)
         for block in blocks:
-            replace_inside(block, partial(_boundary, options=options))
+            replace_inside(block, partial(_boundary, options=options, module=block))
         return target
     if isinstance(target, torch.nn.Module):
         return CompiledModule(target, options)
@@ -97,7 +98,7 @@ class CompiledModule(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
         super().__init__()
         self.module = module
-        self._call = _boundary(module, options)
+        self._call = _boundary(module, options, module=module)
 
     def forward(self, *args, **kwargs):
         """Calls the compiled forward of the original module."""
@@ -110,14 +111,24 @@ class CompiledModule(torch.nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def _boundary(target: Callable, options: dict[str, Any]) -> Callable:
-    def inner(leaves, layouts, spec):
+def _boundary(
+    target: Callable, options: dict[str, Any], module: torch.nn.Module | None = None
+) -> Callable:
+    """The compiled call of a function.
+
+    Args:
+        module: what `target` is the call of; its split parameters enter the graph as plain tensors.
+    """
+    weights = SplitWeights(module, target)
+
+    def inner(leaves, layouts, spec, held):
         values = [
             leaf if layout is None else wrap(leaf, layout)
             for leaf, layout in zip(leaves, layouts, strict=True)
         ]
         args, kwargs = tree_unflatten(values, spec)
-        return _opened(target(*args, **kwargs))
+        out = weights.call(held, args, kwargs) if held else target(*args, **kwargs)
+        return _opened(out)
 
     compiled = torch.compile(inner, **options)
 
@@ -126,8 +137,8 @@ def _boundary(target: Callable, options: dict[str, Any]) -> Callable:
         opened, layouts = _split(leaves)
         try:
             # Dynamo would cut the graph where the wrapper's buckets end, through our functions.
-            with torch._dynamo.config.patch(optimize_ddp=False):
-                out, out_layouts, out_spec = compiled(opened, layouts, spec)
+            with torch._dynamo.config.patch(optimize_ddp=False), weights as held:
+                out, out_layouts, out_spec = compiled(opened, layouts, spec, held)
         except TorchDynamoException as error:
             raise _refusal(error) or error from None
         closed = [
