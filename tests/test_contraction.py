@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections import defaultdict
+from itertools import pairwise, product
+from math import prod
 
 import pytest
 import torch
@@ -41,13 +43,15 @@ def _dims(shape, places, composite=False) -> list[Dim]:
     return dims
 
 
-def _plans(equation: str, mesh: dict[str, int], operands: list[list[Dim]]) -> Ranks:
+def _plans(
+    equation: str, mesh: dict[str, int], operands: list[list[Dim]], tokens: str = ""
+) -> Ranks:
     """Every rank's plan."""
     found: Ranks = []
     for coordinate in product(*(range(size) for size in mesh.values())):
         axes = MeshAxes(tuple(mesh), tuple(mesh.values()), coordinate)
         layouts = [Layout(axes, dims) for dims in operands]
-        found.append((axes, contraction(equation, "", "", *layouts), layouts))
+        found.append((axes, contraction(equation, "", tokens, *layouts), layouts))
     return found
 
 
@@ -67,10 +71,16 @@ def test_blocks_add_up_to_the_contraction(data: st.DataObject):
     composite = data.draw(st.booleans())
     dims = [_dims(shape, data.draw(placed(shape, mesh)), composite) for shape in shapes]
     xs = [torch.randn(shape, generator=G, dtype=torch.float64) for shape in shapes]
+    _add_up(equation, mesh, _plans(equation, mesh, dims), xs)
+
+
+def _add_up(equation: str, mesh: dict[str, int], ranks: Ranks, xs: list[torch.Tensor]) -> None:
+    """Blocks of the operands give every rank its block of the result, summed where they say so."""
     whole = torch.einsum(equation, *xs)
-    ranks = _plans(equation, mesh, dims)
     first = ranks[0][1]
+    added = [axis for axis in first.axes if axis not in first.summed.split_axes]
     sums: dict[tuple, torch.Tensor] = {}
+    numbers, held = torch.arange(whole.numel()).view(whole.shape), defaultdict(list)
     for axes, plan, _ in ranks:
         assert (plan.axes, plan.sums, plan.layout.dims) == (
             first.axes,
@@ -78,12 +88,41 @@ def test_blocks_add_up_to_the_contraction(data: st.DataObject):
             first.layout.dims,
         )
         blocks = [_block(x, entry.target) for x, entry in zip(xs, plan.entries, strict=True)]
-        place = tuple(axes.rank((axis,)) for axis in mesh if axis not in plan.sums)
+        place = tuple(axes.rank((axis,)) for axis in mesh if axis not in added)
         partial = torch.einsum(equation, *blocks)
         sums[place] = sums[place] + partial if place in sums else partial
     for axes, plan, _ in ranks:
-        place = tuple(axes.rank((axis,)) for axis in mesh if axis not in plan.sums)
-        torch.testing.assert_close(sums[place], _block(whole, plan.layout))
+        place = tuple(axes.rank((axis,)) for axis in mesh if axis not in added)
+        torch.testing.assert_close(sums[place], _block(whole, plan.summed))
+        held[place] += _block(numbers, plan.layout).flatten().tolist()
+    copies = prod(mesh[axis] for axis in first.sums)
+    for axes, plan, _ in ranks:  # what is scattered is dealt out, every element once
+        place = tuple(axes.rank((axis,)) for axis in mesh if axis not in added)
+        expected = _block(numbers, plan.summed).flatten().tolist() * copies
+        assert sorted(held[place]) == sorted(expected)
+
+
+@examples(100)
+@given(st.data())
+def test_weights_stand_and_sums_are_scattered_over_tokens(data: st.DataObject):
+    equation, *shapes = "bmk,nk->bmn", (2, 5, 4), (6, 4)
+    mesh = data.draw(st.sampled_from([{"h": 3}, {"h": 2, "w": 2}]))
+    dims = [_dims(shape, data.draw(placed(shape, mesh))) for shape in shapes]
+    if data.draw(st.booleans()):  # tokens over all axes
+        cuts = sorted(data.draw(st.lists(st.integers(0, 5), min_size=3, max_size=3)))
+        points = [0, *cuts[: prod(mesh.values()) - 1], 5]
+        extents = tuple(b - a for a, b in pairwise(points))
+        dims[0] = [(Factor(2),), (Factor(5, tuple(mesh), extents),), (Factor(4),)]
+    xs = [torch.randn(shape, generator=G, dtype=torch.float64) for shape in shapes]
+    ranks = _plans(equation, mesh, dims, "m")
+    _add_up(equation, mesh, ranks, xs)
+    for _, plan, layouts in ranks:
+        weight, target = layouts[1], plan.entries[1].target
+        assert all(target.dims[d] == weight.dims[d] for d in (0, 1) if weight.is_split(d))
+        rows = layouts[0].axes(1)
+        if set(rows).isdisjoint(layouts[1].split_axes):
+            assert plan.summed.dims[1] == layouts[0].dims[1]
+        assert set(plan.sums).isdisjoint(layouts[1].axes(1))
 
 
 @examples(60)

@@ -144,7 +144,10 @@ def contraction(equation: str, whole: str, tokens: str, *operands: Operand) -> C
     axes = tuple(axis for axis in mesh.names if axis in used)
     summed = Layout(mesh, [chosen.get(letter, (Factor(sizes[letter]),)) for letter in output])
     partial = tuple(axis for axis in axes if axis not in summed.split_axes)
-    out = _scattered(summed, output.index(tokens), partial) if tokens else summed
+    out = summed
+    if tokens:
+        of_last = tuple(axis for axis in partial if axis in rest[-1].split_axes)
+        out = _scattered(summed, output.index(tokens), of_last)
     entries = tuple(
         _entry(
             not isinstance(operand, Layout),

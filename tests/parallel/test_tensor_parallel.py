@@ -408,6 +408,55 @@ def test_dropout_does_not_depend_on_the_number_of_tensor_ranks(sequence: bool) -
     assert abs(losses[-1] - quiet) > 1e-3
 
 
+class Modulated(nn.Module):
+    """A diffusion transformer's block: six modulations of one condition (adaLN-zero)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.modulation = nn.Linear(5, 6 * WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 20), nn.GELU(), nn.Linear(20, WIDTH))
+
+    def forward(self, x, condition):
+        modulations = self.modulation(F.silu(condition)).unsqueeze(1)
+        shift, scale, gate, shift2, scale2, gate2 = modulations.chunk(6, dim=-1)
+        y = self.norm(x) * (1 + scale) + shift
+        x = x + gate * self.attention(y, y, y, need_weights=False)[0]
+        return x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2)
+
+
+def modulated(rank, axes: dict, sequence: bool) -> tuple[list[str], float]:
+    mesh, inputs = sf.init_mesh(**axes), (activations(), torch.ones(SAMPLES, 5).double())
+    model, alone = made(Modulated), made(Modulated)
+    plan = sf.tensor_parallel(model, mesh, example=inputs, sequence=sequence)
+    model = sf.parallelize(model, mesh)
+    x, condition = (torch.linspace(-1, 1, t.numel()).double().view(t.shape) for t in inputs)
+    mine = x
+    if "domain" in axes:
+        mine = sf.distribute_tensor(x, mesh["domain"], [Shard(1)], None, sizes=[6, 1])
+    losses = [model(mine, condition).square().mean(), alone(x, condition).square().mean()]
+    for loss in losses:
+        loss.backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    wrong = max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+    return sorted(plan.splits), max(wrong, abs(losses[0] - losses[1]).item())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"domain": 2, "tensor": 2}], ids=str)
+def test_modulations_act_on_what_is_whole_or_split_by_tokens(axes: dict, sequence: bool) -> None:
+    for names, wrong in rank_pool(2 * len(axes)).run(modulated, axes, sequence):
+        assert names == [
+            *(f"attention.in_proj_{kind}" for kind in ("bias", "weight")),
+            "attention.out_proj.weight",
+            "mlp.0.bias",
+            "mlp.0.weight",
+            "mlp.2.weight",
+        ]
+        assert wrong < 1e-12
+
+
 def halves(rank):
     """Weights gathered from four tensor ranks, and their gradients."""
     mesh = sf.init_mesh(tensor=4)
