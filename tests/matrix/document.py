@@ -20,8 +20,9 @@ INTRODUCTION = f"""\
 Each cell is a training of {STEPS} steps (AdamW, gradients clipped to one global norm, uneven
 shards) in float64 on a mesh. It shows the largest difference of a final parameter or of a loss from
 the same training in one process: activations kept / recomputed. All have to be below {LIMIT:.0e}.
-Weights are split over `tensor` by the derived plan; FSDP2 and HSDP are `params="shard"` and
-`"hybrid"`; networks of tokens or points have one dim to split, so that h x w does not apply.
+Weights are split over `tensor` by the derived plan; "sequence" is `sequence_parallel=True` (a U-Net
+has no tokens); FSDP2 and HSDP are `params="shard"` and `"hybrid"`; networks of tokens or points
+have one dim to split, so that h x w does not apply.
 Pipelines with all of these are in `tests/parallel/test_pipeline.py`.
 
 `make matrix` runs all cells and writes this page; the suite runs a subset in which every two of

@@ -312,6 +312,36 @@ def test_compiled_training_equals_one_process(
     assert max(distance for distance, _, _ in found) < 1e-10
 
 
+def train_compiled_shards(rank, activations: str, sequence: bool) -> float:
+    """FSDP2 opens split parameters around each compiled block."""
+    mesh = sf.init_mesh(domain=2, tensor=2)
+    model, alone = made(Tied), made(Tied)
+    model = sf.parallelize(
+        model, mesh, "shard", activations=activations, tensor_parallel="auto",
+        example=(tokens(0),), sequence_parallel=sequence,
+    )  # fmt: skip
+    model = sf.compile(model, backend="aot_eager")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02) for m in (model, alone)]
+    distances = []
+    for step in range(3):
+        ids, losses = tokens(step), []
+        mine = sf.distribute_tensor(ids, mesh["domain"], [Shard(1)], None, sizes=[5, 2])
+        for m, optimizer, x in ((model, optimizers[0], mine), (alone, optimizers[1], ids)):
+            optimizer.zero_grad()
+            losses.append(F.cross_entropy(m(x).transpose(1, 2), x))
+            losses[-1].backward()
+            optimizer.step()
+        distances.append(abs(losses[0] - losses[1]).item())
+    pairs = zip(sf.full_parameters(model).values(), alone.parameters(), strict=True)
+    return max(*distances, *((p - q).abs().max().item() for p, q in pairs))
+
+
+@pytest.mark.parametrize(("activations", "sequence"), [("keep", True), ("recompute", False)])
+def test_compiled_blocks_of_sharded_split_parameters(activations: str, sequence: bool) -> None:
+    found = rank_pool(4).run(train_compiled_shards, activations, sequence, timeout=300)
+    assert max(found) < 1e-10
+
+
 def block_traffic(rank, fused: bool):
     mesh = sf.init_mesh(tensor=2)
     model = made(nn.Sequential, Block(fused), Block(fused))

@@ -54,14 +54,33 @@ def keeps_less(block: nn.Module) -> bool:
     return hasattr(block.forward, "around")
 
 
+class Enclosing:
+    """A forward around another one, which `replace_inside` replaces.
+
+    Attributes:
+        run: the inner one.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+
 def replace_inside(block: nn.Module, change: Callable[[Callable], Callable]) -> None:
-    """Replaces the forward of a block, inside of what `keep_less` put around it."""
-    if not keeps_less(block):
-        block.forward = change(block.forward)
-        return
+    """Replaces the forward of a block, inside of what was put around it."""
     around: Any = block.forward
-    inner = change(MethodType(around.run, block))
-    _put(block, around.around, lambda self, *args, **kwargs: inner(*args, **kwargs))
+    enclosing = getattr(around.run, "inner", None) if keeps_less(block) else around
+    if isinstance(enclosing, Enclosing):
+        enclosing.run = change(enclosing.run)
+        return
+    if not keeps_less(block):
+        block.forward = change(around)
+        return
+
+    def run(self, *args, **kwargs):
+        return inner(*args, **kwargs)
+
+    inner = run.inner = change(MethodType(around.run, block))
+    _put(block, around.around, run)
 
 
 def check_activations(kind: str, context_fn: object, blocks: Sequence[nn.Module]) -> None:

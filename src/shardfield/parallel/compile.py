@@ -10,12 +10,10 @@ import torch
 import torch._inductor
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardfield.axes import TENSOR
-from shardfield.errors import LayoutError, ShardfieldError
+from shardfield.errors import ShardfieldError
 from shardfield.parallel.activations import keeps_less, replace_inside
 from shardfield.parallel.partition import RebuildHalos
 from shardfield.parallel.split_weights import SplitWeights
@@ -47,7 +45,6 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
         return target
     options = _with_partitioner({**_DEFAULTS, **options})
     if isinstance(target, torch.nn.Module) and (blocks := _compiled_alone(target)):
-        _refuse_envelopes(target)
         for block in blocks:
             replace_inside(block, partial(_boundary, options=options, module=block))
         return target
@@ -64,19 +61,6 @@ def _compiled_alone(model: torch.nn.Module) -> list[torch.nn.Module]:
     parts = [m for m in model.modules() if isinstance(m, FSDPModule) or keeps_less(m)]
     chosen = {id(part) for part in parts}
     return [part for part in parts if sum(id(m) in chosen for m in part.modules()) == 1]
-
-
-def _refuse_envelopes(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and TENSOR in (
-            parameter.device_mesh.mesh_dim_names or ()
-        ):
-            raise LayoutError(
-                f"compile of a model whose parameter {name!r} is split over tensor and by FSDP2",
-                "such parameters are opened around each block by code that is not traced",
-                'params="replicate", or the model uncompiled',
-                "parallelize",
-            )
 
 
 def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardfield.axes import TENSOR
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
+from shardfield.parallel.activations import Enclosing
 from shardfield.tensor import ShardTensor, local_of, manage, wrap
 
 
@@ -79,7 +80,7 @@ def _envelope(parameter: torch.Tensor, mesh: DeviceMesh, name: str) -> nn.Parame
     return nn.Parameter(held, parameter.requires_grad)
 
 
-def opened(run: Callable, own: Sequence[nn.Module], layouts: Layouts) -> Callable:
+class Opened(Enclosing):
     """A forward that finds tensors and ShardTensors where FSDP2 put gathered envelopes.
 
     Args:
@@ -87,10 +88,15 @@ def opened(run: Callable, own: Sequence[nn.Module], layouts: Layouts) -> Callabl
         own: the modules whose parameters are gathered for it.
     """
 
-    def forward(*args, **kwargs):
+    def __init__(self, run: Callable, own: Sequence[nn.Module], layouts: Layouts) -> None:
+        super().__init__(run)
+        self._own, self._layouts = own, layouts
+
+    def __call__(self, *args, **kwargs):
+        """Calls the forward."""
         held = [
-            (module._parameters, name, parameter, layouts.get((id(module), name)))
-            for module in own
+            (module._parameters, name, parameter, self._layouts.get((id(module), name)))
+            for module in self._own
             for name, parameter in module._parameters.items()
             if isinstance(parameter, DTensor)
         ]
@@ -100,12 +106,10 @@ def opened(run: Callable, own: Sequence[nn.Module], layouts: Layouts) -> Callabl
                 values[id(parameter)] = _open(parameter, said)
             parameters[name] = values[id(parameter)]  # type: ignore[assignment]
         try:
-            return run(*args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             for parameters, name, parameter, _ in held:
                 parameters[name] = parameter
-
-    return forward
 
 
 def _open(parameter: DTensor, held: Held | None) -> torch.Tensor:
@@ -134,4 +138,4 @@ class _Open(torch.autograd.Function):
         )
 
 
-__all__ = ["Layouts", "enclose", "opened"]
+__all__ = ["Layouts", "Opened", "enclose"]

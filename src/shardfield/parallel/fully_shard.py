@@ -22,7 +22,7 @@ from shardfield.comm._torch import (
 from shardfield.errors import LayoutError
 from shardfield.parallel.activations import replace_inside
 from shardfield.parallel.blocks import self_contained
-from shardfield.parallel.envelope import enclose, opened
+from shardfield.parallel.envelope import Opened, enclose
 from shardfield.parallel.gathered import remember
 from shardfield.parallel.synchronise import same_everywhere, send_first
 from shardfield.registry import register
@@ -70,7 +70,7 @@ def shard_parameters(
         own = [module for module in unit.modules() if id(module) not in taken]
         taken |= {id(module) for module in own}
         if split:
-            replace_inside(unit, partial(opened, own=own, layouts=layouts))
+            replace_inside(unit, partial(Opened, own=own, layouts=layouts))
         else:
             _flag_unsharded(unit, own)
     for module in model.modules():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from shardfield.tensor import ShardTensor, is_managed, local_of, manage, wrap
@@ -22,6 +23,11 @@ class SplitWeights:
 
     def __init__(self, module: nn.Module | None, run: Callable[..., Any]) -> None:
         self._caller = _Caller(module, run)
+        # FSDP2's are there while their module runs, and other objects each time.
+        self._come_and_go = any(isinstance(p, DTensor) for p in self._caller.parameters())
+        self._find()
+
+    def _find(self) -> None:
         self._parameters: list[Any] = []
         self._spots: list[tuple[dict[str, Any], str, int]] = []
         self._names: list[tuple[str, int]] = []
@@ -37,6 +43,8 @@ class SplitWeights:
         self._said = [(p._layout, p._splits_tokens) for p in self._parameters]
 
     def __enter__(self) -> list[torch.Tensor]:
+        if self._come_and_go:
+            self._find()
         held = [_stand_in(parameter) for parameter in self._parameters]
         for parameters, name, place in self._spots:
             parameters[name] = held[place]
@@ -70,10 +78,11 @@ class _Caller(nn.Module):
 
 
 def _stand_in(parameter: Any) -> torch.Tensor:
-    local = _NoView.apply(local_of(parameter))
-    if is_managed(parameter):
-        manage(local)
-    return local
+    local = local_of(parameter)
+    plain = _NoView.apply(local)
+    if is_managed(local):
+        manage(plain)
+    return plain
 
 
 class _NoView(torch.autograd.Function):
