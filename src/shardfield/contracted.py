@@ -7,6 +7,7 @@ operands, divided by the number of ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -84,14 +85,20 @@ def contracted(
     operation = None if torch.compiler.is_compiling() else current_operation()
     if not plan.moves:
         local = act(*blocks)
-    elif bilinear and not plan.tokens and _is_saving(blocks):
+    elif bilinear and _is_saving(blocks):
         if lowered:
             blocks = [_lowered(block) for block in blocks]
-        local = _Contract.apply(plan, act, operation, *blocks)
+        if plan.tokens and not torch.compiler.is_compiling():
+            entered = [
+                _enter_once(block, entry, operation, False)
+                for block, entry in zip(blocks, plan.entries, strict=True)
+            ]
+            local = _Entered.apply(plan, act, operation, *blocks, *entered)
+        else:
+            local = _Contract.apply(plan, act, operation, *blocks)
     else:
-        enter = _enter_once if plan.tokens else _enter
         entered = [
-            enter(block, entry, operation)
+            _enter(block, entry, operation)
             for block, entry in zip(blocks, plan.entries, strict=True)
         ]
         local = act(*entered)
@@ -151,20 +158,32 @@ def _enter(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
     return use(local, groups_of(entry.rest, entry.after), operation)
 
 
-def _enter_once(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
-    """`_enter`, of a block that several contractions take (queries, keys and values) the same way.
+_slots: dict[bool, tuple[weakref.ref, tuple, Tensor]] = {}  # by "in a backward"
 
-    Their gradients are then added up before they go back.
+
+def _enter_once(local: Tensor, entry: Entry, operation: str | None, backward: bool) -> Tensor:
+    """`_enter`, of a block that the contractions before took too (queries, keys and values).
+
+    Their gradients are then added up before they go back. The last block alone is remembered.
     """
-    if entry.plain or entry.still or torch.compiler.is_compiling():
-        return _enter(local, entry, operation)
+    if entry.plain or entry.still:
+        return local
     way = entry.rest, entry.middle, entry.target, entry.spread, entry.after
     mode = torch.is_grad_enabled(), local._version
-    known = getattr(local, "_shardfield_entered", None)
-    if known is None or known[:2] != (way, mode):
-        known = way, mode, _enter(local, entry, operation)
-        local._shardfield_entered = known  # type: ignore[attr-defined]
-    return known[2]
+    known = _slots.get(backward)
+    if known is not None and known[0]() is local and known[1] == (way, mode):
+        return known[2]
+    entered = _enter(local, entry, operation)
+    _slots[backward] = weakref.ref(local, _forget(backward)), (way, mode), entered
+    return entered
+
+
+def _forget(backward: bool) -> Callable[[weakref.ref], None]:
+    def forget(gone: weakref.ref) -> None:
+        if backward in _slots and _slots[backward][0] is gone:
+            del _slots[backward]
+
+    return forget
 
 
 def _leave(grad: Tensor, entry: Entry, operation: str | None) -> Tensor:
@@ -204,6 +223,28 @@ class _Contract(torch.autograd.Function):
                 block = _gradient(ctx.plan, i, grad, partner)
                 grads[i] = _leave(block.to(own.dtype), ctx.plan.entries[i], ctx.operation)
         return None, None, None, *grads
+
+
+class _Entered(torch.autograd.Function):
+    """The same of blocks that have entered: their way back is that of all who took them."""
+
+    @staticmethod
+    def forward(ctx, plan, act, operation, first, second, entered, other):
+        ctx.plan, ctx.operation = plan, operation
+        ctx.save_for_backward(first, second)
+        return act(entered, other)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rest = ctx.saved_tensors
+        name = ctx.operation and f"backward of {ctx.operation}"
+        grads: list[Tensor | None] = [None, None]
+        for i, own in enumerate(rest):
+            if ctx.needs_input_grad[5 + i]:
+                entry = ctx.plan.entries[1 - i]
+                partner = _enter_once(rest[1 - i], entry, name, True)
+                grads[i] = _gradient(ctx.plan, i, grad, partner).to(own.dtype)
+        return None, None, None, None, None, *grads
 
 
 def _gradient(plan: Contraction, i: int, grad: Tensor, partner: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Contraction:
         sums: those of them over which results are partial.
         entries: how every operand enters.
         moves: some operand is not where it is computed with.
-        tokens: sequence parallelism: what is gathered is kept, and used by several maps.
+        tokens: sequence parallelism: what is gathered is used by several maps.
     """
 
     layout: Layout

@@ -331,6 +331,7 @@ MODELS = [
         shape=(2, 1, 64, 32),
         loss="cross entropy",
         notes="shifted windows of 3, padded; dropout, drop path",
+        whole=False,  # branches on an array of NumPy
     ),
     monai(
         name="SwinUNETR",
@@ -345,6 +346,7 @@ MODELS = [
         loss="cross entropy",
         long=True,
         notes="3-D, shifted windows of 5 x 3 x 2, version 2",
+        whole=False,  # branches on an array of NumPy
     ),
     monai(
         name="ViTAutoEnc",

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from shardfield.parallel.derive import derive_plan
 from shardfield.parallel.tensor_parallel import split_parameters
 from shardfield.parallel.tensor_plan import Split, TensorPlan, balanced
 from shardfield.testing import rank_pool
+from shardfield.tools.bench.networks import TensorBlock
+from shardfield.tools.memory import kept_bytes
 
 WIDTH, HEADS, ROWS, SAMPLES, VOCABULARY = 12, 3, 7, 4, 23
 
@@ -379,7 +382,7 @@ def token_traffic(rank, fused: bool):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_tokens_are_gathered_and_scattered_once_a_pair(fused: bool) -> None:
-    """Half an all-reduce each, forward and backward; whole parameters wait for the bucket."""
+    """Half an all-reduce each; whole parameters wait for the bucket."""
     row, whole = 8 * SAMPLES * WIDTH, 8 * SAMPLES * ROWS * WIDTH
     for rank, (shape, local, counts) in enumerate(rank_pool(2).run(token_traffic, fused)):
         assert shape == (SAMPLES, ROWS, WIDTH)
@@ -389,7 +392,8 @@ def test_tokens_are_gathered_and_scattered_once_a_pair(fused: bool) -> None:
         # The sample is whole: the first pair gathers nothing, and uses it split and whole.
         assert counts == [
             {gathers: 3, scatters: 4},
-            {gathers: 4, scatters: 3, ("all_reduce", whole): 2},
+            # What the first maps took is not kept, and gathered again.
+            {gathers: 4 + 3, scatters: 3, ("all_reduce", whole): 2},
         ]
 
 
@@ -436,6 +440,31 @@ def test_dropout_does_not_depend_on_the_number_of_tensor_ranks(sequence: bool) -
         assert weights == pytest.approx(sums, abs=1e-10)
         assert evaluated == pytest.approx(quiet, abs=1e-10)
     assert abs(losses[-1] - quiet) > 1e-3
+
+
+def kept_by_blocks(rank, blocks: int) -> list[int]:
+    """Bytes after a forward: of one process, of tensor ranks, of those that share out tokens."""
+    mesh, kept = sf.init_mesh(tensor=2), []
+    x = torch.randn(2, 64, 48)
+    for way in (None, False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(TensorBlock(48, 8) for _ in range(blocks)))
+        if way is not None:
+            sf.tensor_parallel(model, mesh, example=(x,), sequence=way)
+            model = sf.parallelize(model, mesh)
+        for _ in range(2):  # DDP makes its buckets, and makes them anew
+            model(x).sum().backward()
+        kept.append(kept_bytes(partial(model, x)).kept)
+    return kept
+
+
+def test_a_block_keeps_its_share_of_tokens() -> None:
+    """What pairs take and norms read is whole on tensor ranks otherwise."""
+    two, four = (rank_pool(2).run(kept_by_blocks, blocks) for blocks in (2, 4))
+    for few, more in zip(two, four, strict=True):
+        alone, whole, shared = (b - a for a, b in zip(few, more, strict=True))
+        assert shared == alone / 2
+        assert whole > 0.6 * alone
 
 
 class Modulated(nn.Module):
