@@ -88,20 +88,14 @@ def contracted(
     elif bilinear and _is_saving(blocks):
         if lowered:
             blocks = [_lowered(block) for block in blocks]
+        # Dynamo takes no function of one tensor twice; compiled maps gather each for itself.
         if plan.tokens and not torch.compiler.is_compiling():
-            entered = [
-                _enter_once(block, entry, operation, False)
-                for block, entry in zip(blocks, plan.entries, strict=True)
-            ]
+            entered = _all_entered(plan, blocks, operation)
             local = _Entered.apply(plan, act, operation, *blocks, *entered)
         else:
             local = _Contract.apply(plan, act, operation, *blocks)
     else:
-        entered = [
-            _enter(block, entry, operation)
-            for block, entry in zip(blocks, plan.entries, strict=True)
-        ]
-        local = act(*entered)
+        local = act(*_all_entered(plan, blocks, operation))
     if plan.sums or plan.scattered:
         wide = local.to(accumulation_dtype(local.dtype))
         if plan.sums:
@@ -158,6 +152,15 @@ def _enter(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
     return use(local, groups_of(entry.rest, entry.after), operation)
 
 
+def _all_entered(
+    plan: Contraction, blocks: Sequence[Tensor], operation: str | None
+) -> list[Tensor]:
+    pairs = zip(blocks, plan.entries, strict=True)
+    if plan.tokens:
+        return [_enter_once(block, entry, operation, False) for block, entry in pairs]
+    return [_enter(block, entry, operation) for block, entry in pairs]
+
+
 _slots: dict[bool, tuple[weakref.ref, tuple, Tensor]] = {}  # by "in a backward"
 
 
@@ -166,8 +169,8 @@ def _enter_once(local: Tensor, entry: Entry, operation: str | None, backward: bo
 
     Their gradients are then added up before they go back. The last block alone is remembered.
     """
-    if entry.plain or entry.still:
-        return local
+    if entry.plain or entry.still or torch.compiler.is_compiling():
+        return _enter(local, entry, operation)
     way = entry.rest, entry.middle, entry.target, entry.spread, entry.after
     mode = torch.is_grad_enabled(), local._version
     known = _slots.get(backward)

@@ -300,7 +300,7 @@ def test_training_equals_one_process(axes: dict, fused: bool, sequence: bool) ->
     ("axes", "sequence", "activations", "backend"),
     [
         ({"tensor": 2}, False, "keep", "inductor"),
-        ({"tensor": 2}, True, "keep", "aot_eager"),
+        pytest.param({"tensor": 2}, True, "keep", "aot_eager", marks=pytest.mark.conformance),
         ({"domain": 2, "tensor": 2}, True, "recompute", "aot_eager"),
         pytest.param(
             {"domain": 2, "tensor": 2}, False, "keep", "inductor", marks=pytest.mark.conformance
@@ -339,7 +339,10 @@ def train_compiled_shards(rank, activations: str, sequence: bool) -> float:
     return max(*distances, *((p - q).abs().max().item() for p, q in pairs))
 
 
-@pytest.mark.parametrize(("activations", "sequence"), [("keep", True), ("recompute", False)])
+@pytest.mark.parametrize(
+    ("activations", "sequence"),
+    [("keep", True), pytest.param("recompute", False, marks=pytest.mark.conformance)],
+)
 def test_compiled_blocks_of_sharded_split_parameters(activations: str, sequence: bool) -> None:
     found = rank_pool(4).run(train_compiled_shards, activations, sequence, timeout=300)
     assert max(found) < 1e-10
