@@ -282,6 +282,25 @@ def _layouts(rank: Rank) -> tuple[int, int]:
     return len(set(first)), run((4, 5)) - first[0]
 
 
+@pytest.mark.parametrize("sizes", [(6, 3), (9, 0)])
+def test_a_loss_that_is_made_in_traced_code(sizes):
+    """Dynamo has a way of its own for it, which knew nothing of shards."""
+    labels = torch.randint(5, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def losses(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows, classes = x.reshape(-1, 5), labels.view(-1)
+        weighted = nn.CrossEntropyLoss(x.new_ones(5).cumsum(0), ignore_index=2, reduction="sum")
+        smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
+        return (
+            nn.CrossEntropyLoss()(rows, classes),
+            weighted(rows, classes),
+            smoothed(rows, classes),
+        )
+
+    given = {"sizes": [sizes], "dtype": torch.float64, "compiled": "aot_eager"}
+    parity(losses, [torch.randn(2, 9, 5), labels], [1, 1], ranks=(2,), **given)
+
+
 def test_handlers_that_call_other_operations():
     def composed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = sum(row**2 for row in x.unbind(1))

@@ -219,6 +219,7 @@ MODELS = [
         LARGE,
         CLASSES,
         {**SEGFORMER, **STILL, "classifier_dropout_prob": 0.0},
+        whole=False,  # enters a lock of its package
     ),
     net("PvtForImageClassification", SQUARE, CLASSES, PVT),
     net("PvtV2ForImageClassification", LARGE, CLASSES, {**PYRAMID, "sr_ratios": [4, 2]}, **LONG),

@@ -62,10 +62,12 @@ def let_dynamo_dispatch(functions) -> None:
 def let_dynamo_dispatch_more(kind: type) -> None:
     """Has Dynamo dispatch what eager torch does of a tensor class, and it does not.
 
-    Tensors in a tuple, calls that `kind.__torch_function__` makes itself, `abs(x)`, `len(x)` and
-    iteration: traced code would get this rank's local result without an error.
+    Tensors in a tuple, calls that `kind.__torch_function__` makes itself, `abs(x)`, `len(x)`,
+    iteration, and losses of a `CrossEntropyLoss` made on the way: traced code would get this rank's
+    local result without an error.
     """
     from torch._dynamo.variables import TupleVariable, torch_function
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
     flatten_lists = torch_function._flatten_vts
 
@@ -95,6 +97,23 @@ def let_dynamo_dispatch_more(kind: type) -> None:
     }
     for name, way in ways.items():
         setattr(variable, name, _for_kind(kind, way, getattr(variable, name)))
+    UserDefinedClassVariable._call_cross_entropy_loss = _dispatched_loss  # type: ignore[method-assign]
+
+
+def _dispatched_loss(self, tx, args, kwargs):
+    """`CrossEntropyLoss(...)` made in traced code, which Dynamo would call on local rows."""
+    from torch._dynamo import variables
+
+    options = "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
+    usual = None, None, -100, None, "mean", 0.0
+    given = dict(zip(options, map(variables.ConstantVariable.create, usual), strict=True))
+    given |= {**dict(zip(options, args, strict=False)), **kwargs}
+    function = variables.TorchInGraphFunctionVariable(torch.nn.functional.cross_entropy)
+
+    def loss(input, target):
+        return function.call_function(tx, [input, target, *given.values()], {})
+
+    return variables.LambdaVariable(loss)
 
 
 def _for_kind(kind: type, way, otherwise):
