@@ -19,6 +19,7 @@ from torch import nn
 import shardfield.testing as harness
 from shardfield.comm import collectives
 from shardfield.errors import LayoutError, UnsupportedOperation
+from shardfield.layout import Factor, Layout
 from shardfield.tensor import ShardTensor, wrap
 from shardfield.testing import (
     ParityError,
@@ -186,6 +187,23 @@ def test_different_collectives_on_the_ranks_fail():
 
     with pytest.raises(ParityError, match="the ranks entered different collectives"):
         parity(extra, [X], [2], ranks=(2,), sizes=[(5, 4)])
+
+
+def test_shards_that_are_right_alone_and_do_not_tile_fail():
+    def overlapping(x):
+        """Every rank believes that it has most rows."""
+        y = x.detach() * 2
+        if not sharded(y) or len(y.layout.extents(2)) != 2:
+            return y
+        mine = torch.distributed.get_rank()
+        extents = [(6, 3), (3, 6)][mine]
+        dims = [*y.layout.dims]
+        dims[2] = (Factor(9, ("domain",), extents),)
+        rows = y.full_tensor().narrow(2, 0 if mine == 0 else 3, 6)
+        return wrap(rows, Layout(y.layout.mesh, dims))
+
+    with pytest.raises(ParityError, match="disagree how output 0 lies"):
+        parity(overlapping, [X], [2], ranks=(2,), sizes=[(5, 4)], subgroup=False)
 
 
 def test_wrong_kind_of_output_fails():

@@ -275,6 +275,11 @@ def _across(verdicts: Sequence[Verdict], output: str | None) -> list[str]:
         wrong.append(f"the ranks entered different collectives: {sorted(entered)}")
     if all(held == size for item in verdicts for held, size in item.held):
         wrong.append("vacuous: no rank held less than the whole of any input")
+    names = {name for item in verdicts for name in item.layouts}
+    for name in sorted(names):
+        lie = sorted({item.layouts.get(name, "plain") for item in verdicts})
+        if len(lie) > 1:
+            wrong.append(f"the ranks disagree how {name} lies: {lie}")
     kinds = {kind for item in verdicts for kind in item.kinds}
     if output is not None and kinds != {output}:
         wrong.append(f"the outputs are {sorted(kinds)}, not {output}")

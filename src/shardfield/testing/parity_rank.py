@@ -106,6 +106,7 @@ class Verdict:
         collectives: Names of the collectives it entered, in order.
         held: For each split input, elements held and elements of the whole.
         kinds: For each tensor output, ``"sharded"`` or ``"plain"``.
+        layouts: By name, how sharded results lie.
         work: What it computed in the forward pass.
     """
 
@@ -114,6 +115,7 @@ class Verdict:
     collectives: list[str]
     held: list[tuple[int, int]]
     kinds: list[str]
+    layouts: dict[str, str]
     work: Work
 
 
@@ -206,7 +208,8 @@ def _check(
         problems += [f"{name} {text}" for text in _differences(found[name], name, expected)]
     outputs = [leaf for leaf in results.outputs if isinstance(leaf, torch.Tensor)]
     kinds = ["sharded" if isinstance(leaf, ShardTensor) else "plain" for leaf in outputs]
-    return Verdict(rank.rank, problems, traffic.collectives, held, kinds, counter.work)
+    layouts = {n: str(leaf.layout) for n, leaf in found.items() if isinstance(leaf, ShardTensor)}
+    return Verdict(rank.rank, problems, traffic.collectives, held, kinds, layouts, counter.work)
 
 
 def _differences(found: Any, name: str, expected: Expected) -> list[str]:
@@ -216,15 +219,14 @@ def _differences(found: Any, name: str, expected: Expected) -> list[str]:
     if not isinstance(found, ShardTensor):
         text = difference(found, value, allowed)
         return [text] if text else []
-    wrong = []
     block = _block(found, value)
-    if block is not None:
-        text = difference(found.to_local(), block, allowed)
-        wrong += [f"(the shard, {found.layout}) {text}"] if text else []
-    # Every rank has to take part, whatever its own shard says.
-    with torch.no_grad():
-        text = difference(found.full_tensor(), value, allowed)
-    return wrong + ([text] if text else [])
+    if block is None:  # on every rank: it is the layout's doing
+        with torch.no_grad():
+            text = difference(found.full_tensor(), value, allowed)
+        return [text] if text else []
+    # The shards of all ranks are the whole: they agree on the layout (see `parity`).
+    text = difference(found.to_local(), block, allowed)
+    return [f"(the shard, {found.layout}) {text}"] if text else []
 
 
 def _block(found: Any, value: torch.Tensor) -> torch.Tensor | None:
