@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardfield.comm._torch import DisableTorchDispatch
+from shardfield.comm._torch import DisableTorchDispatch, in_backward
 from shardfield.comm.fetch import fetch, fetch_adjoint
 from shardfield.comm.moments import accumulation_dtype
 from shardfield.comm.move import move
@@ -85,17 +85,18 @@ def contracted(
     operation = None if torch.compiler.is_compiling() else current_operation()
     if not plan.moves:
         local = act(*blocks)
-    elif bilinear and _is_saving(blocks):
-        if lowered:
-            blocks = [_lowered(block) for block in blocks]
-        # Dynamo takes no function of one tensor twice; compiled maps gather each for itself.
-        if plan.tokens and not torch.compiler.is_compiling():
-            entered = _all_entered(plan, blocks, operation)
-            local = _Entered.apply(plan, act, operation, *blocks, *entered)
-        else:
-            local = _Contract.apply(plan, act, operation, *blocks)
     else:
-        local = act(*_all_entered(plan, blocks, operation))
+        again = bilinear and _is_saving(blocks)
+        if again and lowered:
+            blocks = [_lowered(block) for block in blocks]
+        enter = _entering(plan)
+        pairs = list(zip(blocks, plan.entries, strict=True))
+        entered = [enter(block, entry, operation) for block, entry in pairs]
+        if again:
+            rest = [None if x is y else x for x, y in zip(blocks, entered, strict=True)]
+            local = _Contract.apply(plan, act, operation, *entered, *rest)
+        else:
+            local = act(*entered)
     if plan.sums or plan.scattered:
         wide = local.to(accumulation_dtype(local.dtype))
         if plan.sums:
@@ -152,25 +153,21 @@ def _enter(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
     return use(local, groups_of(entry.rest, entry.after), operation)
 
 
-def _all_entered(
-    plan: Contraction, blocks: Sequence[Tensor], operation: str | None
-) -> list[Tensor]:
-    pairs = zip(blocks, plan.entries, strict=True)
-    if plan.tokens:
-        return [_enter_once(block, entry, operation, False) for block, entry in pairs]
-    return [_enter(block, entry, operation) for block, entry in pairs]
+def _entering(plan: Contraction) -> Callable[[Tensor, Entry, str | None], Tensor]:
+    return _enter_once if plan.tokens and not torch.compiler.is_compiling() else _enter
 
 
-_slots: dict[bool, tuple[weakref.ref, tuple, Tensor]] = {}  # by "in a backward"
+_slots: dict[bool, tuple[weakref.ref, tuple, Tensor]] = {}  # by whether a backward runs
 
 
-def _enter_once(local: Tensor, entry: Entry, operation: str | None, backward: bool) -> Tensor:
+def _enter_once(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
     """`_enter`, of a block that the contractions before took too (queries, keys and values).
 
     Their gradients are then added up before they go back. The last block alone is remembered.
     """
-    if entry.plain or entry.still or torch.compiler.is_compiling():
-        return _enter(local, entry, operation)
+    if entry.plain or entry.still:
+        return local
+    backward = in_backward()
     way = entry.rest, entry.middle, entry.target, entry.spread, entry.after
     mode = torch.is_grad_enabled(), local._version
     known = _slots.get(backward)
@@ -189,65 +186,33 @@ def _forget(backward: bool) -> Callable[[weakref.ref], None]:
     return forget
 
 
-def _leave(grad: Tensor, entry: Entry, operation: str | None) -> Tensor:
-    """The adjoint of `_enter`."""
-    if entry.plain or entry.still:
-        return grad
-    name = operation and f"backward of {operation}"
-    grad = reduce_sum(grad, groups_of(entry.rest, entry.after), name)
-    for d, plan, group in reversed(_spreads(entry.middle, entry.target, entry.spread)):
-        grad = fetch_adjoint(grad, d, plan, group, name)
-    return move(grad, entry.middle, entry.rest, name)
-
-
 class _Contract(torch.autograd.Function):
-    """A contraction of two operands that keeps them at rest. Differentiable any number of times."""
+    """A contraction of two operands that keeps them at rest. Differentiable any number of times.
+
+    Args of forward: the operands inside, and at rest where that is another tensor.
+    """
 
     @staticmethod
-    def forward(ctx, plan, act, operation, first, second):
+    def forward(ctx, plan, act, operation, first, second, first_rest, second_rest):
         ctx.plan, ctx.operation = plan, operation
-        a, b = (
-            _enter(block, entry, operation)
-            for block, entry in zip((first, second), plan.entries, strict=True)
+        out = act(first, second)
+        ctx.save_for_backward(
+            first if first_rest is None else first_rest,
+            second if second_rest is None else second_rest,
         )
-        out = act(a, b)
-        # Packed after the communication: see fetch._Fetch.forward.
-        ctx.save_for_backward(first, second)
         return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        first, second = ctx.saved_tensors
-        name = ctx.operation and f"backward of {ctx.operation}"
-        grads: list[Tensor | None] = [None, None]
-        for i, (own, other) in enumerate(((first, second), (second, first))):
-            if ctx.needs_input_grad[3 + i]:
-                partner = _enter(other, ctx.plan.entries[1 - i], name)
-                block = _gradient(ctx.plan, i, grad, partner)
-                grads[i] = _leave(block.to(own.dtype), ctx.plan.entries[i], ctx.operation)
-        return None, None, None, *grads
-
-
-class _Entered(torch.autograd.Function):
-    """The same of blocks that have entered: their way back is that of all who took them."""
-
-    @staticmethod
-    def forward(ctx, plan, act, operation, first, second, entered, other):
-        ctx.plan, ctx.operation = plan, operation
-        ctx.save_for_backward(first, second)
-        return act(entered, other)
 
     @staticmethod
     def backward(ctx, grad):
         rest = ctx.saved_tensors
         name = ctx.operation and f"backward of {ctx.operation}"
+        enter = _entering(ctx.plan)
         grads: list[Tensor | None] = [None, None]
         for i, own in enumerate(rest):
-            if ctx.needs_input_grad[5 + i]:
-                entry = ctx.plan.entries[1 - i]
-                partner = _enter_once(rest[1 - i], entry, name, True)
+            if ctx.needs_input_grad[3 + i]:
+                partner = enter(rest[1 - i], ctx.plan.entries[1 - i], name)
                 grads[i] = _gradient(ctx.plan, i, grad, partner).to(own.dtype)
-        return None, None, None, None, None, *grads
+        return None, None, None, *grads, None, None
 
 
 def _gradient(plan: Contraction, i: int, grad: Tensor, partner: Tensor) -> Tensor:
