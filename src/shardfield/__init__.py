@@ -3,17 +3,9 @@
 import torch
 
 from shardfield import comm, nn, ops
-from shardfield.distribute import (
-    arange,
-    distribute_tensor,
-    from_local,
-    full,
-    linspace,
-    local_slices,
-    ones,
-    zeros,
-)
+from shardfield.distribute import distribute_tensor, from_local, local_slices
 from shardfield.errors import LayoutError, RankFailure, ShardfieldError, UnsupportedOperation
+from shardfield.factories import arange, full, linspace, ones, zeros
 from shardfield.layout import Layout
 from shardfield.mesh import init_mesh
 from shardfield.ops.attention import attention_algorithm, plan_attention

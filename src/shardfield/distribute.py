@@ -1,4 +1,4 @@
-"""Into layouts and out of them: distribute, gather, redistribute, and making tensors in place."""
+"""Into layouts and out of them: distribute, gather, redistribute."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def distribute_tensor(
             )
         layout = layout_of(tensor.shape, mesh, placements, sizes)
         offsets = [layout.offset(dim) for dim in range(len(layout.dims))]
-        local = _part(tensor.detach(), offsets, layout.local_shape).to(_device(mesh))
-        return _finished(local, layout, tensor.requires_grad)
+        local = _part(tensor.detach(), offsets, layout.local_shape).to(device_of(mesh))
+        return finished(local, layout, tensor.requires_grad)
     if not 0 <= src_data_rank < ranks:
         raise LayoutError(
             f"src_data_rank={src_data_rank}",
@@ -223,21 +223,21 @@ def distribute_tensor(
             coordinate = _coordinate(axes, names, other)
             offsets, local_shape = _range_at(layout, coordinate)
             if other == rank:
-                mine = _part(tensor.detach(), offsets, local_shape).to(_device(mesh))
+                mine = _part(tensor.detach(), offsets, local_shape).to(device_of(mesh))
             else:
                 part = tensor.detach()
                 for dim, (at, rows) in enumerate(zip(offsets, local_shape, strict=True)):
                     part = part.narrow(dim, at, rows)
-                parts.append(part.to(_device(mesh)).reshape(-1))
+                parts.append(part.to(device_of(mesh)).reshape(-1))
                 sends[other] = part.numel()
     rows = torch.Size(layout.local_shape).numel()
     receives = [0] * ranks
     if rank != src_data_rank:
         receives[src_data_rank] = rows
-    flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=_device(mesh))
+    flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device_of(mesh))
     arrived = all_to_all(flat, receives, sends, group, "distribute_tensor")
     local = mine if rank == src_data_rank else arrived.view(layout.local_shape)
-    return _finished(local, layout, requires_grad)
+    return finished(local, layout, requires_grad)
 
 
 def _refuse_distributed(tensor: torch.Tensor | None, asked: str) -> None:
@@ -250,13 +250,15 @@ def _refuse_distributed(tensor: torch.Tensor | None, asked: str) -> None:
         )
 
 
-def _finished(local: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.Tensor:
+def finished(local: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.Tensor:
+    """A leaf of this rank's new rows; the plain tensor itself where nothing is split."""
     if not layout.split_axes:
         return local.requires_grad_(requires_grad)
     return leaf(local, layout, requires_grad)
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank makes tensors for a mesh."""
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
@@ -343,7 +345,7 @@ def from_local(
                 "check what each rank read, or split the dim that differs",
                 "layout",
             )
-    return result(local, layout) if local.requires_grad else _finished(local, layout, False)
+    return result(local, layout) if local.requires_grad else finished(local, layout, False)
 
 
 ShardTensor.from_local = staticmethod(from_local)  # type: ignore[attr-defined]
@@ -419,55 +421,13 @@ def redistribute(
     return result(move(local_of(x), layout, target, "redistribute"), target)
 
 
-def zeros(*shape, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
-    """A sharded `torch.zeros` of this global shape. Comm: none."""
-    return full(_shape(shape), 0.0, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)
-
-
-def ones(*shape, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
-    """A sharded `torch.ones` of this global shape. Comm: none."""
-    return full(_shape(shape), 1.0, mesh=mesh, placements=placements, sizes=sizes, dtype=dtype)
-
-
-def full(shape, value, *, mesh: DeviceMesh, placements, sizes=None, dtype=None) -> torch.Tensor:
-    """A sharded `torch.full` of this global shape. Comm: none."""
-    layout = layout_of(shape, mesh, placements, sizes)
-    local = torch.full(layout.local_shape, value, dtype=dtype, device=_device(mesh))
-    return _finished(local, layout, False)
-
-
-def arange(
-    start, end=None, step=1, *, mesh: DeviceMesh, placements, sizes=None, dtype=None
-) -> torch.Tensor:
-    """A sharded `torch.arange`. Comm: none."""
-    if end is None:
-        start, end = 0, start
-    values = torch.arange(start, end, step, dtype=dtype, device=_device(mesh))
-    return distribute_tensor(values, mesh, placements, None, sizes)
-
-
-def linspace(start, end, steps, *, mesh: DeviceMesh, placements, sizes=None, dtype=None):
-    """A sharded `torch.linspace`. Comm: none."""
-    values = torch.linspace(start, end, steps, dtype=dtype, device=_device(mesh))
-    return distribute_tensor(values, mesh, placements, None, sizes)
-
-
-def _shape(shape: tuple) -> tuple[int, ...]:
-    if len(shape) == 1 and not isinstance(shape[0], int):
-        return tuple(shape[0])
-    return shape
-
-
 __all__ = [
-    "arange",
+    "device_of",
     "distribute_tensor",
+    "finished",
     "from_local",
-    "full",
     "full_tensor",
     "layout_of",
-    "linspace",
     "local_slices",
-    "ones",
     "redistribute",
-    "zeros",
 ]

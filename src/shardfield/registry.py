@@ -20,14 +20,8 @@ from shardfield.composite import body_of, is_composite
 from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
-from shardfield.tensor import (
-    EagerShardTensor,
-    ShardTensor,
-    is_managed,
-    is_managed_over_tensor,
-    local_of,
-    wrap,
-)
+from shardfield.managed import is_managed, is_managed_over_tensor
+from shardfield.tensor import EagerShardTensor, ShardTensor, local_of, wrap
 
 log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]

@@ -17,6 +17,7 @@ from shardfield.comm._torch import (
 )
 from shardfield.errors import LayoutError, UnsupportedOperation
 from shardfield.layout import Factor, Layout
+from shardfield.managed import is_managed, manage
 
 Tensor = torch.Tensor
 _as_subclass = torch.Tensor.as_subclass
@@ -435,33 +436,6 @@ def local_of(x: Tensor) -> Tensor:
     if is_managed(x):  # a split parameter: what meets the activations is this alias
         manage(local)
     return local
-
-
-class _Managed:
-    """A mark that names its object.
-
-    Of an object, Dynamo guards the type; of a number it would guard the value, and compile each of
-    a model's equal blocks anew.
-    """
-
-    def __init__(self, of: Tensor, tensor: bool) -> None:
-        self.of, self.tensor = id(of), tensor
-
-
-def manage(parameter: Tensor, tensor: bool = False) -> None:
-    """Marks a parameter whose gradient a wrapper averages over data and domain, or tensor too."""
-    parameter._shardfield_managed = _Managed(parameter, tensor)  # type: ignore[attr-defined]
-
-
-def is_managed(value: Tensor) -> bool:
-    """Whether `manage` marked this very object: a pickled or copied one is no longer managed."""
-    mark = getattr(value, "_shardfield_managed", None)
-    return mark is not None and (_compiling() or mark.of == id(value))
-
-
-def is_managed_over_tensor(value: Tensor) -> bool:
-    """Of a managed parameter: whether its gradient is averaged over tensor ranks too."""
-    return value._shardfield_managed.tensor  # type: ignore[attr-defined]
 
 
 def _refuse_foreign(x: Tensor) -> None:

@@ -14,9 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import shardfield as sf
 from shardfield.axes import MeshAxes
 from shardfield.comm.collectives import record_traffic
+from shardfield.layout import balanced
 from shardfield.parallel.derive import derive_plan
 from shardfield.parallel.tensor_parallel import split_parameters
-from shardfield.parallel.tensor_plan import Split, TensorPlan, balanced
+from shardfield.parallel.tensor_plan import Split, TensorPlan
 from shardfield.testing import rank_pool
 from shardfield.tools.bench.networks import TensorBlock
 from shardfield.tools.memory import kept_bytes
@@ -296,15 +297,16 @@ def test_training_equals_one_process(axes: dict, fused: bool, sequence: bool) ->
     assert sum(held for _, held, _ in found) == groups * found[0][2]  # all of it, once
 
 
+long = partial(pytest.param, marks=pytest.mark.conformance)
+
+
 @pytest.mark.parametrize(
     ("axes", "sequence", "activations", "backend"),
     [
         ({"tensor": 2}, False, "keep", "inductor"),
-        pytest.param({"tensor": 2}, True, "keep", "aot_eager", marks=pytest.mark.conformance),
-        ({"domain": 2, "tensor": 2}, True, "recompute", "aot_eager"),
-        pytest.param(
-            {"domain": 2, "tensor": 2}, False, "keep", "inductor", marks=pytest.mark.conformance
-        ),
+        ({"tensor": 2}, True, "keep", "aot_eager"),
+        long({"domain": 2, "tensor": 2}, True, "recompute", "aot_eager"),
+        long({"domain": 2, "tensor": 2}, False, "keep", "inductor"),
     ],
 )
 def test_compiled_training_equals_one_process(
@@ -339,10 +341,7 @@ def train_compiled_shards(rank, activations: str, sequence: bool) -> float:
     return max(*distances, *((p - q).abs().max().item() for p, q in pairs))
 
 
-@pytest.mark.parametrize(
-    ("activations", "sequence"),
-    [("keep", True), pytest.param("recompute", False, marks=pytest.mark.conformance)],
-)
+@pytest.mark.parametrize(("activations", "sequence"), [long("keep", True), ("recompute", False)])
 def test_compiled_blocks_of_sharded_split_parameters(activations: str, sequence: bool) -> None:
     found = rank_pool(4).run(train_compiled_shards, activations, sequence, timeout=300)
     assert max(found) < 1e-10
@@ -398,6 +397,27 @@ def test_tokens_are_gathered_and_scattered_once_a_pair(fused: bool) -> None:
             # What the first maps took is not kept, and gathered again.
             {gathers: 4 + 3, scatters: 3, ("all_reduce", whole): 2},
         ]
+
+
+def token_layout(rank, params: str, compiled: bool) -> tuple:
+    mesh = sf.init_mesh(domain=1, tensor=2)
+    model = made(nn.Sequential, Block(False), Block(True))
+    model = sf.parallelize(
+        model, mesh, params, tensor_parallel="auto", example=(activations(),),
+        sequence_parallel=True,
+    )  # fmt: skip
+    y = (sf.compile(model, backend="aot_eager") if compiled else model)(activations())
+    y.sum().backward()
+    return y.layout.axes(1), y.layout.extents(1)
+
+
+@pytest.mark.parametrize("params", ["replicate", "shard"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_are_shared_out_wherever_parameters_live(params: str, compiled: bool) -> None:
+    """Equal results prove nothing here: without it, all ranks would compute all tokens."""
+    for axes, extents in rank_pool(2).run(token_layout, params, compiled):
+        assert axes[-1] == "tensor"
+        assert extents == (4, 3)
 
 
 class Dropping(nn.Module):

@@ -84,13 +84,15 @@ def test_a_pointwise_module_needs_no_rows() -> None:
     assert rows_from_others([5, 5], [5, 5], nn.ReLU()) == [0, 0]
 
 
+GRIDS = ["conv stack", "conv stack, FSDP2", "conv3d stack", "U-Net"]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (4, ["conv stack", "conv stack, FSDP2", "conv3d stack", "U-Net"]),
-        # 2 divides the 6 heads
-        (2, ["SegResNet", "attention 4096", "ViT blocks, bf16", "tensor blocks"]),
+        (2, [*GRIDS, "SegResNet", "attention 4096", "ViT blocks, bf16", "tensor blocks"]),
+        pytest.param(4, GRIDS, marks=pytest.mark.conformance),
     ],
 )
 def test_all_contestants_agree_and_are_timed(ranks: int, names: list[str]) -> None:

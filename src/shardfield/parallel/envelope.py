@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardfield.axes import TENSOR
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
+from shardfield.managed import manage
 from shardfield.parallel.activations import Enclosing
-from shardfield.tensor import ShardTensor, local_of, manage, wrap
+from shardfield.tensor import ShardTensor, local_of, wrap
 
 
 class Held(NamedTuple):

@@ -20,13 +20,14 @@ from shardfield.comm._torch import (
     resolve_group,
 )
 from shardfield.errors import LayoutError
+from shardfield.managed import manage
 from shardfield.parallel.activations import replace_inside
 from shardfield.parallel.blocks import self_contained
 from shardfield.parallel.envelope import Opened, enclose
 from shardfield.parallel.gathered import remember
 from shardfield.parallel.synchronise import same_everywhere, send_first
 from shardfield.registry import register
-from shardfield.tensor import ShardTensor, local_of, manage, wrap
+from shardfield.tensor import ShardTensor, local_of, wrap
 
 _meshes: dict[tuple, DeviceMesh] = {}
 

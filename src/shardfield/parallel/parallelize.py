@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardfield.axes import DATA, TENSOR, MeshAxes, mesh_axes
 from shardfield.comm._torch import resolve_group
 from shardfield.errors import LayoutError
+from shardfield.managed import manage
 from shardfield.parallel.activations import check_activations, keep_less
 from shardfield.parallel.blocks import Wrap, blocks_of, outermost
 from shardfield.parallel.fully_shard import shard_parameters
@@ -21,7 +22,7 @@ from shardfield.parallel.mean_over_tensor import mean_over_tensor_too
 from shardfield.parallel.synchronise import same_everywhere
 from shardfield.parallel.tensor_parallel import tensor_parallel as split_weights
 from shardfield.parallel.tensor_plan import Split, TensorPlan
-from shardfield.tensor import ShardTensor, manage
+from shardfield.tensor import ShardTensor
 
 KINDS = ("replicate", "shard", "hybrid")
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from shardfield.tensor import ShardTensor, is_managed, local_of, manage, wrap
+from shardfield.managed import is_managed, manage
+from shardfield.tensor import ShardTensor, local_of, wrap
 
 
 class SplitWeights:
