@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from networkx.algorithms.flow import maxflow, preflow_push
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
@@ -270,7 +271,7 @@ def test_compiled_parity_with_one_process():
 def _layouts(rank: Rank) -> tuple[int, int]:
     """Graphs compiled for one layout, met twice, and then for another."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     net = sf.compile(nn.Conv2d(1, 1, 3, padding=1), backend=counter)
     mesh = rank.mesh(domain=2)
 
@@ -316,6 +317,49 @@ def test_handlers_that_call_other_operations():
 
 def test_equal_layouts_share_a_graph_and_other_layouts_get_their_own():
     assert rank_pool(2).run(_layouts) == [(1, 1)] * 2
+
+
+def _many(rank: Rank) -> tuple[list[int], str]:
+    """Graphs of three models with two layouts each, and the refusal of a third one of the last."""
+    torch._dynamo.reset()
+    mesh, counts = rank.mesh(domain=2), []
+    for _ in range(3):
+        counter = CompileCounterWithBackend("aot_eager")
+        net = sf.compile(nn.Conv1d(1, 1, 3, padding=1), backend=counter, recompile_limit=2)
+        for extents in ((5, 4), (4, 5), (5, 4)):
+            net(sf.distribute_tensor(torch.randn(1, 1, 9), mesh, [Shard(2)], None, extents))
+        counts.append(counter.frame_count)
+    try:
+        net(sf.distribute_tensor(torch.randn(1, 1, 9), mesh, [Shard(2)], None, (6, 3)))
+    except sf.LayoutError as error:
+        return counts, str(error)
+    return counts, "nothing"
+
+
+def test_the_limit_of_graphs_is_that_of_one_model():
+    for counts, text in rank_pool(2).run(_many):
+        assert counts == [2, 2, 2]
+        assert "more graphs than recompile_limit=2" in text
+
+
+def _blocks(rank: Rank, widths: Sequence[int]) -> int:
+    """Graphs of blocks that are compiled one by one."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    blocks = [
+        nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 4)) for width in widths
+    ]
+    mesh = rank.mesh(domain=2)
+    net = sf.parallelize(nn.Sequential(*blocks), mesh, activations="recompute")
+    net = sf.compile(net, backend=counter)
+    for _ in range(2):
+        net(sf.distribute_tensor(torch.randn(1, 9, 4), mesh, [Shard(1)])).sum().backward()
+    return counter.frame_count
+
+
+def test_equal_blocks_share_a_graph_and_any_number_of_others_have_their_own():
+    assert rank_pool(2).run(_blocks, [8] * 12) == [2] * 2  # the sample has no gradient
+    assert rank_pool(2).run(_blocks, list(range(3, 13))) == [10] * 2
 
 
 def _functions(rank: Rank) -> list[str]:

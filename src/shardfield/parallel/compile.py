@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
 import torch._inductor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardfield.errors import ShardfieldError
+from shardfield.errors import LayoutError, ShardfieldError
 from shardfield.parallel.activations import keeps_less, replace_inside
 from shardfield.parallel.partition import RebuildHalos
 from shardfield.parallel.split_weights import SplitWeights
@@ -31,11 +32,15 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
             returns is compiled in place, inside its wrapper; block by block where parameters are
             sharded or activations recomputed or offloaded, and eagerly between blocks.
         options: those of `torch.compile`; `fullgraph=True` and `dynamic=False` by default, since
-            the sizes of shards are part of their layout.
+            the sizes of shards are part of their layout. `recompile_limit` (8 by default) counts
+            for each block.
 
     Returns:
         A module that shares the parameters of `target`, or a function. Equal layouts do not
-        compile again; every new layout does, on every rank.
+        compile again; every new layout does, on every rank. Equal blocks share their graphs.
+
+    Raises:
+        LayoutError: at a call, when there would be more graphs than `recompile_limit`.
 
     Comm: that of the operations inside, as functional collectives in the graph.
     """
@@ -45,12 +50,14 @@ def compile(target: torch.nn.Module | Callable, **options: Any) -> torch.nn.Modu
         return target
     options = _with_partitioner({**_DEFAULTS, **options})
     if isinstance(target, torch.nn.Module) and (blocks := _compiled_alone(target)):
+        graphs = _Graphs(options, len(blocks))
         for block in blocks:
-            replace_inside(block, partial(_boundary, options=options, module=block))
+            replace_inside(block, partial(graphs.boundary, module=block))
         return target
+    graphs = _Graphs(options)
     if isinstance(target, torch.nn.Module):
-        return CompiledModule(target, options)
-    return _boundary(target, options)
+        return CompiledModule(target, graphs)
+    return graphs.boundary(target)
 
 
 def _compiled_alone(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -76,13 +83,81 @@ def _with_partitioner(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "options": chosen}
 
 
+class _Graphs:
+    """The graphs of one call of `compile`: its equal blocks share them.
+
+    Dynamo keeps and counts graphs by code object: with one for all that is ever compiled, models
+    would share one limit.
+    """
+
+    def __init__(self, options: dict[str, Any], blocks: int = 1) -> None:
+        limit = options.get("recompile_limit") or torch._dynamo.config.recompile_limit
+        self._each, self._all = limit, limit * blocks
+        self._options = {**options, "recompile_limit": self._all}
+        self._code: CodeType | None = None
+
+    def boundary(self, target: Callable, module: torch.nn.Module | None = None) -> Callable:
+        """The compiled call of a function.
+
+        Args:
+            module: what `target` is the call of; its split parameters enter as plain tensors.
+        """
+        weights = SplitWeights(module, target)
+
+        def inner(leaves, layouts, spec, held):
+            values = [
+                leaf if layout is None else wrap(leaf, layout)
+                for leaf, layout in zip(leaves, layouts, strict=True)
+            ]
+            args, kwargs = tree_unflatten(values, spec)
+            out = weights.call(held, args, kwargs) if held else target(*args, **kwargs)
+            return _opened(out)
+
+        self._code = inner.__code__ = self._code or inner.__code__.replace()
+        compiled = torch.compile(inner, **self._options)
+
+        def call(*args, **kwargs):
+            leaves, spec = tree_flatten((args, kwargs))
+            opened, layouts = _split(leaves)
+            try:
+                with self._settings(), weights as held:
+                    out, out_layouts, out_spec = compiled(opened, layouts, spec, held)
+            except FailOnRecompileLimitHit as error:
+                raise self._too_many() from error
+            except TorchDynamoException as error:
+                raise _refusal(error) or error from None
+            closed = [
+                leaf if layout is None else wrap(leaf, layout)
+                for leaf, layout in zip(out, out_layouts, strict=True)
+            ]
+            return tree_unflatten(closed, out_spec)
+
+        return call
+
+    def _settings(self):
+        config = torch._dynamo.config
+        # Dynamo would cut the graph where DDP's buckets end, through our functions.
+        return config.patch(
+            optimize_ddp=False,
+            accumulated_recompile_limit=max(config.accumulated_recompile_limit, self._all),
+        )
+
+    def _too_many(self) -> LayoutError:
+        return LayoutError(
+            f"a compiled function needs more graphs than recompile_limit={self._each} allows",
+            "each layout has a graph of its own, and so has each change of mode, dtype or constant",
+            "pass inputs of fewer sizes, or shardfield.compile(..., recompile_limit=64)",
+            "compile",
+        )
+
+
 class CompiledModule(torch.nn.Module):
     """A module whose forward is compiled; its parameters are those of the original."""
 
-    def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, module: torch.nn.Module, graphs: _Graphs) -> None:
         super().__init__()
         self.module = module
-        self._call = _boundary(module, options, module=module)
+        self._call = graphs.boundary(module, module)
 
     def forward(self, *args, **kwargs):
         """Calls the compiled forward of the original module."""
@@ -93,45 +168,6 @@ class CompiledModule(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-def _boundary(
-    target: Callable, options: dict[str, Any], module: torch.nn.Module | None = None
-) -> Callable:
-    """The compiled call of a function.
-
-    Args:
-        module: what `target` is the call of; its split parameters enter the graph as plain tensors.
-    """
-    weights = SplitWeights(module, target)
-
-    def inner(leaves, layouts, spec, held):
-        values = [
-            leaf if layout is None else wrap(leaf, layout)
-            for leaf, layout in zip(leaves, layouts, strict=True)
-        ]
-        args, kwargs = tree_unflatten(values, spec)
-        out = weights.call(held, args, kwargs) if held else target(*args, **kwargs)
-        return _opened(out)
-
-    compiled = torch.compile(inner, **options)
-
-    def call(*args, **kwargs):
-        leaves, spec = tree_flatten((args, kwargs))
-        opened, layouts = _split(leaves)
-        try:
-            # Dynamo would cut the graph where the wrapper's buckets end, through our functions.
-            with torch._dynamo.config.patch(optimize_ddp=False), weights as held:
-                out, out_layouts, out_spec = compiled(opened, layouts, spec, held)
-        except TorchDynamoException as error:
-            raise _refusal(error) or error from None
-        closed = [
-            leaf if layout is None else wrap(leaf, layout)
-            for leaf, layout in zip(out, out_layouts, strict=True)
-        ]
-        return tree_unflatten(closed, out_spec)
-
-    return call
 
 
 def _refusal(error: BaseException | None) -> ShardfieldError | None:
