@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -172,6 +172,7 @@ class _Session:
         self._poll = timedelta(seconds=poll)
         self.current: waiting | None = None
         self._met: dict[str, int] = {}
+        self._written: dict[str, list[str]] = {}
         self._published = False
         self._lock = threading.Lock()
 
@@ -181,23 +182,14 @@ class _Session:
             return
         with self._lock:
             number = self._met[group] = self._met.get(group, 0) + 1
-        entry = call.entry()
-        keys = [f"{group}/{number}/{rank}" for rank in ranks]
-        own = f"{group}/{number}/{self._rank}"
+        meeting = _Meeting(self._store, f"{group}/{number}", ranks, self._rank, call.entry())
         try:
-            self._store.set(own, entry)
-            problem = self._await(keys, ranks)
-            if problem is not None:
-                # A rank that comes late must find that this one has left.
-                self._store.set(own, f"nothing: it gave up waiting at {call.title()}")
-            else:
-                # Entries that differ stay as they are: the others have yet to read them.
-                entries = [value.decode() for value in self._store.multi_get(keys)]
-                if any(other != entry for other in entries):
-                    problem = _difference(ranks, entries)
-            if problem is None and number > 1:
-                # Whoever wrote this meeting's entry has read the last one's.
-                self._store.delete_key(f"{group}/{number - 1}/{self._rank}")
+            problem = self._await(meeting)
+            if problem is None:
+                # Whoever came to this meeting has done with the last one.
+                for key in self._written.get(group, ()):
+                    self._store.delete_key(key)
+                self._written[group] = meeting.written
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             reason = f"the store was lost, a rank has probably died: {_first_line(str(error))}"
             raise _failure(call, reason) from error
@@ -214,33 +206,82 @@ class _Session:
         except dist.DistError:
             return
 
-    def _await(self, keys: Sequence[str], ranks: Sequence[int]) -> str | None:
-        """Waits for every key; returns why one will not come, or None when all are there."""
+    def _await(self, meeting: _Meeting) -> str | None:
+        """Waits until all ranks are there; returns why they will not be, or None."""
         deadline = time.monotonic() + self._limit
-        while True:
-            try:
-                self._store.wait(list(keys), self._poll)
-                return None
-            except dist.DistStoreError:
-                absent = [
-                    (key, rank)
-                    for key, rank in zip(keys, ranks, strict=True)
-                    if not self._store.check([key])
-                ]
-            for key, rank in absent:
+        differ = False
+        while not meeting.wait(self._poll):
+            absent = meeting.absent()
+            entries = meeting.entries(absent)
+            # The others say where they are when they have waited as long; once more, for those.
+            if entries and (differ or len(entries) == len(absent)):
+                return meeting.difference(entries)
+            differ = bool(entries)
+            for rank in absent:
                 if self._store.check([f"left/{rank}"]):
                     reason = self._store.get(f"left/{rank}").decode()
                     # It may have come here and gone on to leave between the two questions.
-                    if not self._store.check([key]):
+                    if rank in meeting.absent():
+                        meeting.leave()
                         return f"rank {rank} {reason}"
             if absent and time.monotonic() > deadline:
-                names = ", ".join(str(rank) for _, rank in absent)
+                meeting.leave()
+                names = ", ".join(str(rank) for rank in absent)
                 return f"rank {names} did not come within {self._limit:g} s"
+        return None
 
 
-def _difference(ranks: Sequence[int], entries: Sequence[str]) -> str:
-    lines = [f"rank {rank} is at {entry}" for rank, entry in zip(ranks, entries, strict=True)]
-    return "the ranks are about to do different things: " + "; ".join(lines)
+class _Meeting:
+    """What one rank writes and reads before one collective.
+
+    A rank comes by a key that holds what it is about to do. Where all do the same, which is
+    nearly always, every rank knows the keys of the others, and one wait for them says all.
+    A rank that waits in vain says what it is at under a key that needs no guessing.
+
+    Attributes:
+        written: The keys that this rank has to delete.
+    """
+
+    def __init__(
+        self, store: dist.Store, name: str, ranks: Sequence[int], rank: int, entry: str
+    ) -> None:
+        self._store, self._name, self._ranks, self._entry = store, name, ranks, entry
+        self._keys = [f"{name}/{other}/{entry}" for other in ranks]
+        self._own, self._said = f"{name}/{rank}/{entry}", f"{name}/{rank}"
+        store.set(self._own, "")
+        self.written = [self._own]
+
+    def wait(self, limit: timedelta) -> bool:
+        """Whether all have come, to the same."""
+        try:
+            self._store.wait(self._keys, limit)
+        except dist.DistStoreError:
+            self._store.set(self._said, self._entry)
+            self.written = [self._own, self._said]
+            return False
+        return True
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come, or to something else."""
+        pairs = zip(self._ranks, self._keys, strict=True)
+        return [rank for rank, key in pairs if not self._store.check([key])]
+
+    def entries(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What those of the ranks are at that say they are at something else."""
+        said = {rank: f"{self._name}/{rank}" for rank in ranks}
+        found = {r: self._store.get(k).decode() for r, k in said.items() if self._store.check([k])}
+        return {rank: entry for rank, entry in found.items() if entry != self._entry}
+
+    def difference(self, entries: Mapping[int, str]) -> str:
+        """Says who is at what."""
+        there = {rank: self._entry for rank in self._ranks if rank not in self.absent()}
+        lines = [f"rank {rank} is at {at}" for rank, at in sorted({**there, **entries}.items())]
+        return "the ranks are about to do different things: " + "; ".join(lines)
+
+    def leave(self) -> None:
+        """Tells a rank that comes late that this one has left."""
+        self._store.delete_key(self._own)
+        self._store.set(self._said, f"nothing: it gave up waiting at {self._entry}")
 
 
 def _failure(call: waiting, problem: str) -> RankFailure:

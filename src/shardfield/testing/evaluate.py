@@ -71,20 +71,19 @@ def evaluate(
     with around or nullcontext():
         output = function(*inputs, **params)
     outputs, structure = tree_flatten(output)
-    loss = _weighted_sum(outputs, 1)
+    roots, cotangents = _seeded(outputs, 1)
     gradients: dict[str, torch.Tensor | None] = {}
-    if loss is not None and double:
-        first = torch.autograd.grad(
-            loss, list(leaves.values()), create_graph=True, allow_unused=True
-        )
+    if roots and double:
+        wanted = list(leaves.values())
+        first = torch.autograd.grad(roots, wanted, cotangents, create_graph=True, allow_unused=True)
         gradients |= zip(leaves, first, strict=True)
-        second = _weighted_sum(first, 2)
-        if second is not None:
-            again = torch.autograd.grad(second, list(leaves.values()), allow_unused=True)
+        roots, cotangents = _seeded(first, 2)
+        if roots:
+            again = torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)
             names = [name.replace("gradient", "second gradient") for name in leaves]
             gradients |= zip(names, again, strict=True)
-    elif loss is not None:
-        loss.backward()
+    elif roots:
+        torch.autograd.backward(roots, cotangents)
         gradients = {name: leaf.grad for name, leaf in leaves.items()}
     buffers = {}
     if module is not None:
@@ -162,15 +161,15 @@ def _largest_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float(torch.where(expected.isnan(), torch.zeros_like(gap), gap).max())
 
 
-def _weighted_sum(tensors: Sequence[Any], seed: int) -> torch.Tensor | None:
-    """The loss: a sum of all outputs, weighted at random."""
-    total = None
+def _seeded(tensors: Sequence[Any], seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that have a gradient, and for each a random cotangent that lies as it does."""
+    roots, cotangents = [], []
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
-            continue
-        part = (tensor * cotangent(tensor, 1000 * seed + index)).sum()
-        total = part if total is None else total + part
-    return total
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            roots.append(tensor)
+            drawn = cotangent(tensor, 1000 * seed + index)
+            cotangents.append(torch.zeros_like(tensor.detach()) + drawn)
+    return roots, cotangents
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

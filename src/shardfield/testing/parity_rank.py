@@ -192,7 +192,7 @@ def _check(
 
         torch._dynamo.reset()
         run = compile(function, backend=case.backend, fullgraph=True)
-    torch.manual_seed(0)
+    _seed(rank.device)
     with record_traffic() as traffic:
         results = evaluate(
             run, module, inputs, params, problem.double, None if case.backend else counter
@@ -210,6 +210,13 @@ def _check(
     kinds = ["sharded" if isinstance(leaf, ShardTensor) else "plain" for leaf in outputs]
     layouts = {n: str(leaf.layout) for n, leaf in found.items() if isinstance(leaf, ShardTensor)}
     return Verdict(rank.rank, problems, traffic.collectives, held, kinds, layouts, counter.work)
+
+
+def _seed(device: torch.device) -> None:
+    """As `torch.manual_seed(0)`, which also prepares every other kind of device, for a while."""
+    torch.default_generator.manual_seed(0)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(0)
 
 
 def _differences(found: Any, name: str, expected: Expected) -> list[str]:
