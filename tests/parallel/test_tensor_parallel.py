@@ -401,7 +401,7 @@ def test_tokens_are_gathered_and_scattered_once_a_pair(fused: bool) -> None:
 
 def token_layout(rank, params: str, compiled: bool) -> tuple:
     mesh = sf.init_mesh(domain=1, tensor=2)
-    model = made(nn.Sequential, Block(False), Block(True))
+    model = made(nn.Sequential, Block(fused=True))
     model = sf.parallelize(
         model, mesh, params, tensor_parallel="auto", example=(activations(),),
         sequence_parallel=True,

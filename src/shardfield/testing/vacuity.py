@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardfield.comm.small import is_adding
 
@@ -69,7 +68,7 @@ class CountWork(TorchDispatchMode):
         self.work.moved = max((self.work.moved, *made))
         if func.namespace != "aten" or func._schema.name.removeprefix("aten::") in _MOVES:
             return out
-        sizes = [*made, *self._sizes((args, kwargs))]
+        sizes = [*made, *self._sizes(args), *self._sizes([*(kwargs or {}).values()])]
         self.work.computed += sum(sizes)
         self.work.made += sum(made)
         self.work.largest = max((self.work.largest, *sizes))
@@ -78,12 +77,20 @@ class CountWork(TorchDispatchMode):
     def _sizes(self, tree: Any) -> list[int]:
         return [
             leaf.numel()
-            for leaf in tree_leaves(tree)
-            if isinstance(leaf, torch.Tensor)
-            and leaf.dim()
+            for leaf in _tensors(tree)
+            if leaf.dim()
             and not leaf.is_meta
             and leaf.untyped_storage()._cdata not in self._ignored
         ]
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Those among the arguments or results of an operator, which nests lists at most."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
 
 def share(ranks: Sequence[Work], alone: Work) -> float:
