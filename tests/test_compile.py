@@ -232,7 +232,36 @@ SHARDS: list[Extents] = [(9, 0), (7, 2), (8, 1), (1, 8), (4, 0, 5), (0, 8, 1), (
 @pytest.mark.parametrize("sizes", SHARDS, ids=str)
 @pytest.mark.parametrize("net", NETS)
 def test_inductor_equals_eager_on_uneven_and_empty_shards(net: str, sizes: Extents):
-    check(net, len(sizes), [sizes], options={"compile_threads": 1})
+    # Inductor has a generator of its own; eager draws from torch's.
+    check(net, len(sizes), [sizes], options={"compile_threads": 1, "fallback_random": True})
+
+
+def _draws(rank: Rank, sizes: Extents, backend: str) -> list[torch.Tensor]:
+    """Two calls of compiled dropout, and a gradient of the first; global."""
+    torch._dynamo.reset()
+    x = torch.ones(2, 9, 4)
+    x = sf.distribute_tensor(x, rank.mesh(domain=len(sizes)), [Shard(1)], None, sizes)
+    x.requires_grad_()
+    options = {"options": {"compile_threads": 1}} if backend == "inductor" else {}
+    drop = sf.compile(lambda x: F.dropout(F.dropout(x, 0.5), 0.25), backend=backend, **options)
+    torch.manual_seed(5)
+    first, second = drop(x), drop(x)
+    (gradient,) = torch.autograd.grad(first.sum(), x)
+    return [value.full_tensor().detach() for value in (first, second, gradient)]
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.conformance)]
+)
+def test_compiled_dropout_draws_alike_whatever_the_split(backend: str):
+    ((first, second, gradient),) = rank_pool(1).run(_draws, (9,), backend)
+    assert torch.equal(first, gradient)
+    assert not torch.equal(first, second)
+    assert 0 < int((first == 0).sum()) < first.numel()
+    for sizes in [(7, 2), (9, 0), (4, 0, 5)]:
+        for draws in rank_pool(len(sizes)).run(_draws, sizes, backend):
+            for one, other in zip(draws, (first, second, gradient), strict=True):
+                assert torch.equal(one, other)
 
 
 def test_the_quick_cut_of_a_graph_is_the_usual_one():
