@@ -303,7 +303,7 @@ long = partial(pytest.param, marks=pytest.mark.conformance)
 @pytest.mark.parametrize(
     ("axes", "sequence", "activations", "backend"),
     [
-        ({"tensor": 2}, False, "keep", "inductor"),
+        long({"tensor": 2}, False, "keep", "inductor"),
         ({"tensor": 2}, True, "keep", "aot_eager"),
         long({"domain": 2, "tensor": 2}, True, "recompute", "aot_eager"),
         long({"domain": 2, "tensor": 2}, False, "keep", "inductor"),
