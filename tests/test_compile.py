@@ -237,30 +237,34 @@ def test_inductor_equals_eager_on_uneven_and_empty_shards(net: str, sizes: Exten
 
 
 def _draws(rank: Rank, sizes: Extents, backend: str) -> list[torch.Tensor]:
-    """Two calls of compiled dropout, and a gradient of the first; global."""
+    """Two calls of compiled dropout, a gradient of the first, a plain draw beside it; global."""
     torch._dynamo.reset()
     x = torch.ones(2, 9, 4)
     x = sf.distribute_tensor(x, rank.mesh(domain=len(sizes)), [Shard(1)], None, sizes)
     x.requires_grad_()
     options = {"options": {"compile_threads": 1}} if backend == "inductor" else {}
-    drop = sf.compile(lambda x: F.dropout(F.dropout(x, 0.5), 0.25), backend=backend, **options)
+
+    def draw(x):
+        return F.dropout(F.dropout(x, 0.5), 0.25), torch.rand(2, 1, 1)
+
+    draw = sf.compile(draw, backend=backend, **options)
     torch.manual_seed(5)
-    first, second = drop(x), drop(x)
+    (first, plain), (second, _) = draw(x), draw(x)
     (gradient,) = torch.autograd.grad(first.sum(), x)
-    return [value.full_tensor().detach() for value in (first, second, gradient)]
+    return [value.full_tensor().detach() for value in (first, second, gradient)] + [plain]
 
 
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.conformance)]
 )
 def test_compiled_dropout_draws_alike_whatever_the_split(backend: str):
-    ((first, second, gradient),) = rank_pool(1).run(_draws, (9,), backend)
+    ((first, second, gradient, plain),) = rank_pool(1).run(_draws, (9,), backend)
     assert torch.equal(first, gradient)
     assert not torch.equal(first, second)
     assert 0 < int((first == 0).sum()) < first.numel()
     for sizes in [(7, 2), (9, 0), (4, 0, 5)]:
         for draws in rank_pool(len(sizes)).run(_draws, sizes, backend):
-            for one, other in zip(draws, (first, second, gradient), strict=True):
+            for one, other in zip(draws, (first, second, gradient, plain), strict=True):
                 assert torch.equal(one, other)
 
 
