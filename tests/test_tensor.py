@@ -274,6 +274,40 @@ def test_backward_of_a_sharded_tensor_takes_its_gradient(rank):
 
 
 @on_two_ranks
+def test_what_runs_inside_a_backward_of_sharded_tensors_acts_on_the_whole(rank):
+    start, seen = whole(5, 3, seed=1), []
+
+    def block(t):
+        return t.softmax(0) * t.mean(0)  # saves as many tensors for the whole as for a part
+
+    def run(x, g, differentiate):
+        y = checkpoint(block, x * 2, use_reentrant=False)
+        y.register_hook(lambda grad: seen.append(grad.mean()) or grad - grad.mean())
+        return differentiate(x, y, g)
+
+    def method(x, y, g):
+        y.backward(g)
+        return x.grad
+
+    def function(x, y, g):
+        torch.autograd.backward([y], [g], inputs=[x])
+        return x.grad
+
+    ways = (
+        method,
+        function,
+        lambda x, y, g: torch.autograd.grad(y, x, g)[0],
+        lambda x, y, g: torch.autograd.grad((y * y).sum(), {"x": x})["x"],
+    )
+    for differentiate in ways:
+        expected = run(whole(5, 3).requires_grad_(), start, differentiate)
+        x = shard(rank, whole(5, 3), sizes=SIZES, requires_grad=True)
+        gradient = run(x, shard(rank, start, sizes=SIZES), differentiate)
+        assert torch.allclose(full(gradient), expected, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(seen[-1], seen[-2], rtol=1e-12, atol=1e-12)
+
+
+@on_two_ranks
 def test_autograd_grad_of_inputs_and_parameters_to_any_order(rank):
     weight = nn.Parameter(whole(3, seed=1))
     plain = whole(5, 3).requires_grad_()
@@ -745,12 +779,33 @@ def test_register_refuses_duplicates():
     assert name_of(vars(torch._C.TensorBase)["T"].__get__) == "Tensor.T"
 
 
-def reentrant(x):
-    return checkpoint(lambda t: t * t * 3, x * 1, use_reentrant=True)
+STEMS = {
+    "nothing": lambda x: x * 1,
+    "convolution": nn.Conv1d(3, 3, 3, padding=1),
+    "norm": nn.GroupNorm(3, 3),
+    "roll": lambda x: x.roll(1, 2),
+    "padding": lambda x: F.pad(x, (1, 1), mode="circular"),
+    "softmax": lambda x: x.softmax(2),
+    "attention": lambda x: F.scaled_dot_product_attention(x.mT, x.mT, x.mT).mT,
+    "moved": lambda x: x.transpose(1, 2).flatten(1),
+}
 
 
-def test_reentrant_checkpoint_of_a_sharded_value():
-    parity(reentrant, [whole(5, 3)], [0], ranks=(2,), output="sharded", dtype=torch.float64)
+@pytest.mark.parametrize("name", STEMS)
+def test_reentrant_checkpoint_of_a_sharded_value(name: str):
+    stem = STEMS[name]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = stem
+
+        def forward(self, x):
+            run = lambda y, factor: (y.sin() * y.mean(-1, keepdim=True) * factor, y, factor)  # noqa: E731
+            first, second, _ = checkpoint(run, self.stem(x), 3.0, use_reentrant=True)
+            return checkpoint(torch.tanh, first, use_reentrant=True) + second
+
+    parity(Net(), [whole(2, 3, 5)], [2], ranks=(2,), dtype=torch.float64)
 
 
 def test_replicated_placements_give_plain_tensors():

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.utils._pytree import tree_map_only
 
 from shardfield.axes import find_axes
 from shardfield.comm._torch import (
     DisableTorchDispatch,
     DisableTorchFunction,
-    in_backward,
     make_subclass,
 )
 from shardfield.errors import LayoutError, UnsupportedOperation
@@ -332,11 +330,6 @@ class EagerShardTensor(ShardTensor):
         if func in _HARMLESS:
             with DisableTorchFunction(), DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
-        if in_backward():
-            # A gradient that Python code handed to the engine (reentrant checkpointing does): the
-            # formulas of local operations act on local cotangents.
-            args, kwargs = tree_map_only(ShardTensor, local_of, (args, kwargs or {}))
-            return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             # Composites come whole here, elsewhere in parts (none for `torch.as_tensor(x)`).
             with DisableTorchFunction():

@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_group_timeout,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.hooks import BackwardHook
 
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -35,6 +37,16 @@ def held_elsewhere(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()  # one use of the memory beside the tensor's own
     uses = tensor._use_count()  # type: ignore[attr-defined]
     return uses > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def results_are_cached() -> bool:
+    """Whether selective checkpointing keeps results of operations: nobody may write into them."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(
+        isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def in_backward() -> bool:
@@ -188,6 +200,7 @@ __all__ = [
     "ordered",
     "rank_of",
     "resolve_group",
+    "results_are_cached",
     "saved_tensor_hooks_in_force",
     "set_group_timeout",
     "size_of",

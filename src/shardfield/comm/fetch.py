@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardfield.comm.collectives import all_to_all
-from shardfield.plan import Exchange, Piece
+from shardfield.plan import Exchange, Piece, Run
 
 
 def fetch(
@@ -93,16 +93,30 @@ def _send_slabs(
 ) -> list[torch.Tensor | None]:
     """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank."""
     row = row_size(like.shape, (dim,))
-    parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
+    arrived = all_to_all(flattened(slabs, like, dim, sends), counts, given, group, operation)
+    return blocks_of(arrived, like.shape, dim, receives)
+
+
+def flattened(
+    slabs: Sequence[torch.Tensor], like: torch.Tensor, dim: int, sends: Sequence[int]
+) -> torch.Tensor:
+    """What an all-to-all sends: slabs, in rank order, `sends` rows to each rank."""
+    parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     if not parts:
-        flat = like.new_empty(0)
-    else:
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-    arrived = all_to_all(flat, counts, given, group, operation)
-    blocks = arrived.split(counts)
+        return like.new_empty(0)
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+
+
+def blocks_of(
+    arrived: torch.Tensor, shape: Sequence[int], dim: int, receives: Sequence[int]
+) -> list[torch.Tensor | None]:
+    """What an all-to-all brought: the rows that came from each rank, of `shape` but for `dim`."""
+    row = row_size(shape, (dim,))
+    blocks = arrived.split([rows * row for rows in receives])
+    before, after = list(shape[:dim]), list(shape[dim + 1 :])
     return [
-        block.view(_shaped(like, dim, rows)) if rows else None
+        block.view([*before, rows, *after]) if rows else None
         for block, rows in zip(blocks, receives, strict=True)
     ]
 
@@ -138,21 +152,38 @@ def _put(grad: torch.Tensor, dim: int, piece: Piece) -> torch.Tensor:
     return grad
 
 
-def _counts(slabs: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+def counts_of(slabs: Sequence[Sequence[Run]]) -> list[int]:
+    """Rows that every rank gets of these."""
     return [sum(length for _, length in part) for part in slabs]
 
 
-def _slab(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The rows that one rank gets, joined along `dim`, as it will read them."""
-    parts = [local.narrow(dim, at, length) for at, length in ranges]
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+def slabs_to_send(local: torch.Tensor, dim: int, plan: Exchange) -> list[torch.Tensor]:
+    """The rows that every rank gets that gets some, joined along `dim`, as it will read them."""
+    slabs = []
+    for ranges in plan.sends:
+        parts = [local.narrow(dim, at, length) for at, length in ranges]
+        if parts:
+            slabs.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0])
+    return slabs
+
+
+def add_returned(
+    total: torch.Tensor, dim: int, plan: Exchange, returned: Sequence[torch.Tensor | None]
+) -> None:
+    """Adds what came back from each rank to the rows that went there."""
+    for slabs, block in zip(plan.sends, returned, strict=False):
+        at = 0
+        for start, length in slabs:
+            assert block is not None
+            total.narrow(dim, start, length).add_(block.narrow(dim, at, length))
+            at += length
 
 
 def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tensor:
     arrived: list[torch.Tensor | None] = []
     if not plan.silent:
-        slabs = [_slab(local, dim, part) for part in plan.sends if part]
-        sends = _counts(plan.sends)
+        sends = counts_of(plan.sends)
+        slabs = slabs_to_send(local, dim, plan)
         arrived = _send_slabs(slabs, local, dim, sends, plan.receives, group, operation)
     memory_format = format_of(local)
     # torch.cat keeps a format that all its operands have.
@@ -251,7 +282,7 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = Fals
         for order in plan.returns:
             parts = [_put(pieces[index][1], dim, pieces[index][0]) for index in order]
             slabs.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0])
-        sends = _counts(plan.sends)
+        sends = counts_of(plan.sends)
         returned = _send_slabs(slabs, grad, dim, plan.receives, sends, group, operation)
     if plan.core is not None:
         total = pieces[plan.core][1]
@@ -262,12 +293,7 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = Fals
     for index, (piece, part) in enumerate(pieces):
         if piece.source == "local" and index != plan.core:
             total.narrow(dim, piece.start, piece.rows).add_(_put(part, dim, piece))
-    for slabs, block in zip(plan.sends, returned, strict=False):
-        at = 0
-        for start, length in slabs:
-            assert block is not None
-            total.narrow(dim, start, length).add_(block.narrow(dim, at, length))
-            at += length
+    add_returned(total, dim, plan, returned)
     return total
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
-from shardfield.comm._torch import DisableTorchFunction, in_backward
+from shardfield.comm._torch import DisableTorchFunction
 from shardfield.errors import LayoutError
+from shardfield.layout import Layout
 from shardfield.operands import part_of_plain
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, describe, local_of, wrap
@@ -16,19 +20,20 @@ Tensor = torch.Tensor
 
 
 @register(torch.autograd.grad, uses=False)
-def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs) -> tuple[Tensor | None, ...]:
-    """Gradients of sharded inputs are sharded like them. Comm: that of the operations' backward."""
+def grad(op, outputs, inputs, grad_outputs=None, *args, **kwargs):
+    """Gradients of sharded inputs are sharded like them. Comm: that of the operations' backward.
+
+    Returns:
+        One entry for each input, in a tuple; in a dict where the inputs are one.
+    """
+    if type(inputs) is dict:
+        found = grad(op, outputs, tuple(inputs.values()), grad_outputs, *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
     outputs, inputs = _several(outputs), _several(inputs)
     given = _several(grad_outputs) if grad_outputs is not None else (None,) * len(outputs)
     cotangents = [_cotangent(y, g) for y, g in zip(outputs, given, strict=True)]
-    with DisableTorchFunction():
-        found = op(
-            [_plain(y) for y in outputs],
-            [_node_of(x) for x in inputs],
-            cotangents,
-            *args,
-            **kwargs,
-        )
+    nodes = [_node_of(x) for x in inputs]
+    found = op([_plain(y) for y in outputs], nodes, cotangents, *args, **kwargs)
     return tuple(
         wrap(g, x.layout) if isinstance(x, ShardTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
@@ -51,8 +56,34 @@ def backward(
     given = _several(grad_tensors) if grad_tensors is not None else (None,) * len(tensors)
     cotangents = [_cotangent(y, g) for y, g in zip(tensors, given, strict=True)]
     leaves = None if inputs is None else [_node_of(x) for x in _several(inputs)]
-    with DisableTorchFunction():
-        op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
+    op([_plain(y) for y in tensors], cotangents, retain_graph, create_graph, inputs=leaves)
+
+
+@register(CheckpointFunction, uses=False)
+def recompute(op, function, preserve_rng_state: bool, *args):
+    """Reentrant checkpointing, of shards: torch then takes and returns gradients of shards.
+
+    It would hand the `grad` of a sharded input, which is sharded too, to nodes of the local graph.
+    """
+    given = [x.layout if isinstance(x, ShardTensor) else None for x in args]
+    made: list[Layout | None] = []
+
+    def on_shards(*shards):
+        outputs = function(*_wrapped(shards, given))
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        made[:] = [y.layout if isinstance(y, ShardTensor) else None for y in several]
+        plain = tuple(_plain(y) for y in several)
+        return plain if isinstance(outputs, tuple) else plain[0]
+
+    outputs = op(on_shards, preserve_rng_state, *[_plain(x) for x in args])
+    if isinstance(outputs, tuple):
+        return tuple(_wrapped(outputs, made))
+    return _wrapped((outputs,), made)[0]
+
+
+def _wrapped(values: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+    pairs = zip(values, layouts, strict=True)
+    return [value if layout is None else wrap(value, layout) for value, layout in pairs]
 
 
 @register(torch.Tensor._is_view, uses=False)
@@ -62,19 +93,28 @@ def is_view(op, input: ShardTensor) -> bool:
         return op(input if input._local is None else input._local)
 
 
-def _plain(value: Tensor) -> Tensor:
+def _plain(value: Any) -> Any:
     return local_of(value) if isinstance(value, ShardTensor) else value
 
 
-def _node_of(value: Tensor) -> Tensor:
-    """What autograd knows an input by: of a split parameter, the object itself."""
-    if isinstance(value, ShardTensor) and value._local is not None:
+def _node_of(value: Tensor | GradientEdge) -> Tensor | GradientEdge:
+    """What autograd knows an input by: never a ShardTensor, so that torch goes on to its engine.
+
+    The engine must not run while torch functions are off, as torch's own way past an override has
+    it: recomputed blocks and hooks would act on shards as if they were whole.
+    """
+    if not isinstance(value, ShardTensor):
+        return value
+    if value._local is not None:
         return value._local
-    return value
+    with DisableTorchFunction():
+        return get_gradient_edge(value)
 
 
-def _several(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
+def _several(value) -> tuple:
+    if isinstance(value, (Tensor, GradientEdge)):
+        return (value,)
+    return tuple(value.values()) if type(value) is dict else tuple(value)
 
 
 def _cotangent(output: Tensor, given: Tensor | None) -> Tensor | None:
@@ -90,8 +130,6 @@ def _cotangent(output: Tensor, given: Tensor | None) -> Tensor | None:
         return given
     if isinstance(given, ShardTensor) and given.layout is output.layout:
         return local_of(given)
-    if in_backward() and given is not None and given.shape == output.layout.local_shape:
-        return given  # the engine's own, handed on by reentrant checkpointing
     if given is None or isinstance(given, ShardTensor) or given.shape != output.shape:
         raise LayoutError(
             f"gradient of {describe(output)} with grad_outputs {describe(given)}",
