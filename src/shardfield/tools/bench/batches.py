@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardfield.comm.collectives import record_traffic
+from shardfield.interior import interior_from
 from shardfield.tools.bench.contestants import Sharded, TensorParallel
 from shardfield.tools.bench.networks import Workload, workloads
 
@@ -50,9 +51,10 @@ def counted(workload: Workload, batch: int) -> Intensity:
     shapes = [(batch, *shape[1:]) for shape in (workload.input_shape, workload.target_shape)]
     larger = replace(workload, input_shape=shapes[0], target_shape=shapes[1])
     contestant = (TensorParallel if workload.split is None else Sharded)(larger)
-    contestant.step()  # plans, and agrees on buckets
-    with record_traffic() as traffic, FlopCounterMode(display=False) as flops:
-        contestant.step()
+    with interior_from(0):  # at every batch size as at the largest
+        contestant.step()  # plans, and agrees on buckets
+        with record_traffic() as traffic, FlopCounterMode(display=False) as flops:
+            contestant.step()
     reduced = 0
     if workload.split is not None:  # split weights have their gradients where they are
         reduced = sum(p.numel() * p.element_size() for p in contestant.network.parameters())
