@@ -10,17 +10,26 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def losses(*command: str) -> list[float]:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+def started(*command: str) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], **pipes)
+
+
+def losses(process: subprocess.Popen[str]) -> list[float]:
+    try:
+        out, error = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, error
+    return [float(loss) for loss in re.findall(r"loss (\S+)", out)]
 
 
 def test_first_steps_are_the_same_on_one_rank_and_on_two():
     script = str(EXAMPLES / "first_steps.py")
-    alone = losses(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    processes = started(script), started(*torchrun, script)
+    alone, shared = map(losses, processes)
     assert len(alone) == 4
     assert alone[-1] < alone[0]
     # Printed to five digits, of which the last may round either way.
-    assert losses(*torchrun, script) == pytest.approx(alone, abs=1.1e-5)
+    assert shared == pytest.approx(alone, abs=1.1e-5)
