@@ -171,6 +171,23 @@ def test_recomputed(options):
     parity(recomputed, [x], [2], params=params, dtype=F64, output="sharded")
 
 
+def _written_into(rank: Rank) -> str:
+    conv, x = nn.Conv2d(2, 2, 3, padding=1), torch.randn(1, 2, 6, 4)
+    x = sf.distribute_tensor(x, rank.mesh(domain=rank.world_size), [Shard(2)], None)
+    x = x.requires_grad_() * 1
+    with interior_from(0):
+        y = conv(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError) as raised:
+        y.sum().backward()
+    return str(raised.value)
+
+
+def test_writing_into_what_the_backward_needs_is_an_error():
+    for text in rank_pool(2).run(_written_into):
+        assert "modified by an inplace operation" in text
+
+
 def _nodes(rank: Rank, elements: int, dtype: torch.dtype, compute: torch.dtype) -> set[str]:
     """Names of the nodes behind a convolution on this rank."""
     conv = nn.Conv2d(2, 2, 3, padding=1, dtype=dtype)

@@ -42,8 +42,8 @@ def lend(
     if plan.silent:
         return local, _nothing
     travel = _Travel(dim, plan, group, operation)
-    local, token = _Start.apply(local, travel)
-    return local, lambda: _Wait.apply(token, travel)
+    local = _Start.apply(local, travel)
+    return local, lambda: _Wait.apply(local, travel)
 
 
 def _nothing() -> None:
@@ -120,29 +120,29 @@ def _received_only(plan: Exchange) -> Exchange:
 
 
 class _Start(torch.autograd.Function):
-    """The local tensor again, and a token that `_Wait` takes."""
+    """The local tensor again."""
 
     @staticmethod
     def forward(ctx, local, travel):
         ctx.travel = travel
         travel.send(local)
-        return local.view_as(local), local.new_empty(())
+        return local.detach()  # not a view, but of the same version: writing into it is noticed
 
     @staticmethod
-    def backward(ctx, grad, token):
+    def backward(ctx, grad):
         return ctx.travel.with_returned(grad), None
 
 
 class _Wait(torch.autograd.Function):
-    """The received rows."""
+    """The received rows. Takes what `_Start` returned, whose backward then comes after this one."""
 
     @staticmethod
-    def forward(ctx, token, travel):
+    def forward(ctx, local, travel):
         ctx.travel = travel
-        rows = travel.received(token)
+        rows = travel.received(local)
         # A saved token, packed after the communication: a recomputation that stops at its last
         # saved tensor has then entered every collective the forward entered, on every rank.
-        ctx.save_for_backward(token.new_empty(0))
+        ctx.save_for_backward(local.new_empty(0))
         return rows
 
     @staticmethod
@@ -152,4 +152,4 @@ class _Wait(torch.autograd.Function):
             ctx.travel.grad = grad
         else:
             ctx.travel.send_back(grad)
-        return grad.new_zeros(()), None
+        return None, None
