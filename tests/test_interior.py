@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardfield as sf
-from shardfield.interior import interior, interior_from
+from shardfield.interior import interior, interior_from, interior_pays
 from shardfield.layout import cuts
 from shardfield.plan import exchange, window
 from shardfield.testing import Rank, parity, rank_pool
@@ -219,3 +219,19 @@ def test_when(elements: int, dtype: torch.dtype, compute: torch.dtype, first: bo
     for names in rank_pool(2).run(_nodes, elements, dtype, compute):
         assert ("_AddRowsBackward" in names) == first
         assert ("_FetchBackward" in names) != first
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "pays"),
+    [
+        ((1, 32, 64, 32), (32, 32, 3, 3), True),
+        ((1, 32, 63, 32), (32, 32, 3, 3), False),
+        ((1, 64, 32, 32), (64, 128, 3, 3), False),  # more weights than rows
+        ((1, 16, 32, 64, 64), (16, 16, 3, 3, 3), True),
+        ((1, 8, 32, 64, 64), (16, 8, 3, 3, 3), False),  # padded, twice as slow on CPUs
+        ((1, 16, 32, 64, 64), (12, 16, 3, 3, 3), False),
+        ((1, 64, 12, 24, 24), (64, 64, 3, 3, 3), False),  # another kernel, five times as slow
+    ],
+)
+def test_what_pays(shape: tuple[int, ...], weight: tuple[int, ...], pays: bool):
+    assert interior_pays(torch.empty(shape), torch.empty(weight)) is pays
