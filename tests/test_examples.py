@@ -16,10 +16,7 @@ def started(*command: str) -> subprocess.Popen[str]:
 
 
 def losses(process: subprocess.Popen[str]) -> list[float]:
-    try:
-        out, error = process.communicate(timeout=100)
-    finally:
-        process.kill()
+    out, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
     return [float(loss) for loss in re.findall(r"loss (\S+)", out)]
 
@@ -28,7 +25,11 @@ def test_first_steps_are_the_same_on_one_rank_and_on_two():
     script = str(EXAMPLES / "first_steps.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     processes = started(script), started(*torchrun, script)
-    alone, shared = map(losses, processes)
+    try:
+        alone, shared = map(losses, processes)
+    finally:
+        for process in processes:
+            process.kill()
     assert len(alone) == 4
     assert alone[-1] < alone[0]
     # Printed to five digits, of which the last may round either way.

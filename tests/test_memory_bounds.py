@@ -1,21 +1,13 @@
 """Activation memory per rank: the bounds that a sharded forward promises, on small networks."""
 
-from collections.abc import Sequence
-from functools import partial
-
 import pytest
 import torch
-from functorch.compile import nop
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.tensor import Shard
 
 import shardfield as sf
 from shardfield.interior import interior_from
-from shardfield.parallel.partition import RebuildHalos
 from shardfield.testing import Rank, rank_pool
-from shardfield.tools.bench.keeping import COMPILERS, Compiler, Keeping, Model, measure, models
+from shardfield.tools.bench.keeping import Keeping, Model, measure, models
 from shardfield.tools.memory import kept_bytes
 
 SMALL = {model.name: model for model in models(scale=4, layers=3)}
@@ -29,28 +21,9 @@ def _measure(
     mode: str,
     models: dict[str, Model] = SMALL,
     own_rows_from: int = 1 << 40,
-    compilers: Sequence[Compiler] = COMPILERS,
 ) -> Keeping:
     with interior_from(own_rows_from):
-        return measure(models[name], mode, sf.init_mesh(), compilers)
-
-
-def _measure_uncoded(rank: Rank, name: str) -> Keeping:
-    """With inductor up to where it writes code: its decompositions and the partition, run as are.
-
-    What is kept is decided there, but for copies in other memory formats. Compiling what inductor
-    writes takes ten times as long.
-    """
-    partitions = min_cut_rematerialization_partition, RebuildHalos()
-    backends = [
-        aot_autograd(fw_compiler=nop, partition_fn=found, decompositions=select_decomp_table())
-        for found in partitions
-    ]
-    compilers = [
-        partial(compiler, backend=backend)
-        for compiler, backend in zip(COMPILERS, backends, strict=True)
-    ]
-    return _measure(rank, name, "compiled", compilers=compilers)
+        return measure(models[name], mode, sf.init_mesh())
 
 
 # Less than this would mean that something else than the same was measured. Compiled code recomputes
@@ -58,15 +31,10 @@ def _measure_uncoded(rank: Rank, name: str) -> Keeping:
 LEAST = {"eager": 0.45, "save_on_cpu": 0.45, "checkpointed": 0.4, "compiled": 0.25}
 
 
-def _rows(name: str, mode: str):
-    slow = mode == "compiled" and name != "conv-ReLU stack"
-    return pytest.param(name, mode, marks=[pytest.mark.conformance] if slow else [])
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        _rows(model.name, mode)
+        (model.name, mode)
         for model in SMALL.values()
         for mode in model.modes
         if (model.name, mode) not in PACKAGES_EAGER
@@ -76,12 +44,6 @@ def test_a_rank_of_two_keeps_half_and_its_halos(name: str, mode: str) -> None:
     for row in rank_pool(2).run(_measure, name, mode):
         assert row.slabs > 0
         assert LEAST[mode] * row.one <= row.kept <= row.bound
-
-
-@pytest.mark.parametrize("name", [m.name for m in SMALL.values() if "compiled" in m.modes])
-def test_compiled_it_keeps_half_and_its_halos(name: str) -> None:
-    for row in rank_pool(2).run(_measure_uncoded, name):
-        assert LEAST["compiled"] * row.one <= row.kept <= row.bound
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointed", "save_on_cpu"])

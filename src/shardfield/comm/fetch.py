@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def _filled(like: torch.Tensor, dim: int, rows: int, fill: float) -> torch.Tenso
     return like.new_full(_shaped(like, dim, rows), fill).contiguous(memory_format=format_of(like))
 
 
-def _send_slabs(
+def send_slabs(
     slabs: Sequence[torch.Tensor],
     like: torch.Tensor,
     dim: int,
@@ -90,22 +91,17 @@ def _send_slabs(
     receives: Sequence[int],
     group: str,
     operation: str | None,
-) -> list[torch.Tensor | None]:
-    """Sends slabs (in rank order, `sends` rows to each rank); returns what came from each rank."""
+    transfer: Callable[..., Any] | None = None,
+) -> Any:
+    """Sends slabs (in rank order, `sends` rows to each rank); what `transfer` (`all_to_all`) returns."""
     row = row_size(like.shape, (dim,))
-    counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
-    arrived = all_to_all(flattened(slabs, like, dim, sends), counts, given, group, operation)
-    return blocks_of(arrived, like.shape, dim, receives)
-
-
-def flattened(
-    slabs: Sequence[torch.Tensor], like: torch.Tensor, dim: int, sends: Sequence[int]
-) -> torch.Tensor:
-    """What an all-to-all sends: slabs, in rank order, `sends` rows to each rank."""
     parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
+    counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
     if not parts:
-        return like.new_empty(0)
-    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        flat = like.new_empty(0)
+    else:
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    return (transfer or all_to_all)(flat, counts, given, group, operation)
 
 
 def blocks_of(
@@ -184,7 +180,8 @@ def _assemble(local, dim, plan: Exchange, group, fill, operation) -> torch.Tenso
     if not plan.silent:
         sends = counts_of(plan.sends)
         slabs = slabs_to_send(local, dim, plan)
-        arrived = _send_slabs(slabs, local, dim, sends, plan.receives, group, operation)
+        came = send_slabs(slabs, local, dim, sends, plan.receives, group, operation)
+        arrived = blocks_of(came, local.shape, dim, plan.receives)
     memory_format = format_of(local)
     # torch.cat keeps a format that all its operands have.
     present = [b.contiguous(memory_format=memory_format) for b in arrived if b is not None]
@@ -283,7 +280,8 @@ def _scatter_add(grad, dim, plan: Exchange, group, operation, fresh: bool = Fals
             parts = [_put(pieces[index][1], dim, pieces[index][0]) for index in order]
             slabs.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0])
         sends = counts_of(plan.sends)
-        returned = _send_slabs(slabs, grad, dim, plan.receives, sends, group, operation)
+        came = send_slabs(slabs, grad, dim, plan.receives, sends, group, operation)
+        returned = blocks_of(came, grad.shape, dim, sends)
     if plan.core is not None:
         total = pieces[plan.core][1]
         if not fresh:

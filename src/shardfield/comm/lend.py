@@ -14,8 +14,7 @@ from shardfield.comm.fetch import (
     blocks_of,
     counts_of,
     fetch_adjoint,
-    flattened,
-    row_size,
+    send_slabs,
     slabs_to_send,
 )
 from shardfield.plan import Exchange, Piece
@@ -95,10 +94,9 @@ class _Travel:
         return None if self.operation is None else f"backward of {self.operation}"
 
     def _start(self, slabs, like, sends, receives, operation) -> None:
-        row = row_size(like.shape, (self.dim,))
-        counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
-        flat = flattened(slabs, like, self.dim, sends)
-        self._pending = start_all_to_all(flat, counts, given, self.group, operation)
+        self._pending = send_slabs(
+            slabs, like, self.dim, sends, receives, self.group, operation, start_all_to_all
+        )
         self._shape = like.shape
 
     def _wait(self, receives: Sequence[int]) -> list[torch.Tensor | None]:

@@ -1,6 +1,6 @@
 """Bytes kept for backward on N ranks against one process, network by network and mode by mode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
@@ -18,8 +18,6 @@ from shardfield.tools.bench.packages import diffusion_unet, segresnet
 from shardfield.tools.bench.slabs import SlabCounter
 from shardfield.tools.memory import AllocatedBytes, kept_bytes
 
-Compiler = Callable[..., Any]
-COMPILERS: tuple[Compiler, Compiler] = (torch.compile, sf.compile)
 MODES = ("eager", "compiled", "checkpointed", "save_on_cpu")
 
 # Of an even share: small tensors (statistics, contexts, bookkeeping) that every rank keeps whole.
@@ -127,13 +125,8 @@ def run(
     return [asdict(measure(m, mode, mesh)) for m in chosen for mode in m.modes if mode in modes]
 
 
-def measure(
-    model: Model, mode: str, mesh: DeviceMesh, compilers: Sequence[Compiler] = COMPILERS
-) -> Keeping:
+def measure(model: Model, mode: str, mesh: DeviceMesh) -> Keeping:
     """One row: one process on rank 0 first, then all ranks together.
-
-    Args:
-        compilers: torch's and shardfield's, for that mode.
 
     Comm: what three forwards and a backward of the network need, and two small collectives.
     """
@@ -141,20 +134,22 @@ def measure(
     x = torch.randn(model.shape, generator=torch.Generator().manual_seed(1))
     alone = torch.zeros(2, dtype=torch.int64)
     if rank == 0:
-        alone += torch.tensor(_bytes_of(model.network(), mode, compilers[0], x))
+        alone += torch.tensor(_bytes_of(model.network(), mode, torch.compile, x))
     dist.broadcast(alone, src=0)
 
     sharded = sf.distribute_tensor(x, mesh["domain"], [Shard(2)], src_data_rank=None)
     network = model.network()
     with SlabCounter(network, ranks, dim=2) as slabs:
         network(sharded)
-    most = torch.tensor(_bytes_of(network, mode, compilers[1], sharded))
+    most = torch.tensor(_bytes_of(network, mode, sf.compile, sharded))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     one, one_peak, kept, peak = (int(n) for n in (*alone, *most))
     return Keeping(model.name, mode, ranks, one, kept, one_peak, peak, max(slabs.bytes))
 
 
-def _bytes_of(network: nn.Module, mode: str, compiler: Compiler, x: Tensor) -> AllocatedBytes:
+def _bytes_of(
+    network: nn.Module, mode: str, compiler: Callable[..., Any], x: Tensor
+) -> AllocatedBytes:
     forward = forward_in(mode, network, compiler)
     loss = forward(x).sum()  # compiles, plans, fills caches
     if mode != "compiled":  # the backward is compiled when first run, and nothing here runs it
@@ -164,7 +159,9 @@ def _bytes_of(network: nn.Module, mode: str, compiler: Compiler, x: Tensor) -> A
     return kept_bytes(partial(forward, x))
 
 
-def forward_in(mode: str, network: nn.Module, compiler: Compiler) -> Callable[[Tensor], Tensor]:
+def forward_in(
+    mode: str, network: nn.Module, compiler: Callable[..., Any]
+) -> Callable[[Tensor], Tensor]:
     """The network's forward in one of `MODES`; `compiler` is torch's or shardfield's."""
     if mode == "eager":
         return network
