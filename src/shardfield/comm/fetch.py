@@ -93,7 +93,11 @@ def send_slabs(
     operation: str | None,
     transfer: Callable[..., Any] | None = None,
 ) -> Any:
-    """Sends slabs (in rank order, `sends` rows to each rank); what `transfer` (`all_to_all`) returns."""
+    """Sends slabs, in rank order, `sends` rows to each rank.
+
+    Returns:
+        What `transfer` does, by default `all_to_all`: the numbers that arrived.
+    """
     row = row_size(like.shape, (dim,))
     parts = [part.reshape(-1) for part in _joined(slabs, dim, sends)]
     counts, given = [rows * row for rows in receives], [rows * row for rows in sends]
