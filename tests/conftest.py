@@ -16,6 +16,15 @@ from shardfield import testing
 
 torch.set_num_threads(1)
 
+# What compiling imports when it is first called, once in the process that ranks fork from.
+testing.preload(
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._dynamo.repro.after_dynamo",
+    "torch.distributed.tensor.experimental",
+    "torch.utils.cpp_extension",
+)
+
 # Ranks share few cores, so one example's time says nothing about the code under test.
 hypothesis.settings.register_profile(
     "shardfield",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -127,6 +128,8 @@ def serve(
     # The parent decides what an interrupt means; a rank that died of it would hang the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    # What the fork server has imported stays for good; a collection need not look at it.
+    gc.freeze()
     _share_cores()
     threading.Thread(
         target=_answer, args=(control, threading.main_thread().ident), daemon=True

@@ -77,6 +77,7 @@ def _rank_main(
     rank: int, fn: Callable[..., Any], ranks: int, port: int, answer: Path, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # modules stay for good: a collection before a measurement need not look at them
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
