@@ -279,6 +279,27 @@ def test_pool_reports_a_result_that_cannot_be_pickled():
         rank_pool(2).run(lambda rank: threading.Lock())
 
 
+def test_ranks_that_made_many_groups_are_replaced():
+    def make(rank, groups):
+        for _ in range(groups):
+            torch.distributed.new_group([0])
+        return os.getpid()
+
+    with RankPool(1) as pool:
+        first = pool.run(make, 20)
+        assert pool.run(make, 20) == first  # the 41 groups of the world are too many after it
+        assert pool.run(make, 0) != first
+
+
+def test_shared_ranks_end_when_long_unused(monkeypatch):
+    process = rank_pool(1).run(lambda rank: os.getpid())
+    rank_pool(2).run(lambda rank: None)
+    assert rank_pool(1).run(lambda rank: os.getpid()) == process
+    monkeypatch.setattr("shardfield.testing.pool._IDLE", 0.0)
+    rank_pool(2)
+    assert rank_pool(1).run(lambda rank: os.getpid()) != process
+
+
 def test_pool_context_closes():
     with RankPool(1) as pool:
         assert pool.run(lambda rank: rank.world_size) == [1]

@@ -44,6 +44,12 @@ _ENVIRONMENT = {
 }
 
 
+# A thread of each process group wakes up a hundred times a second as long as the rank lives, for
+# groups are never freed. Ranks that have made more than this are replaced after the call, ...
+_MOST_GROUPS = 32
+# ... and shared ones that nobody has called for so many seconds end when another pool is asked for.
+_IDLE = 60.0
+
 _reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
 
 
@@ -81,6 +87,8 @@ class RankError(AssertionError):
 class RankPool:
     """Rank processes that stay alive between calls, on this machine.
 
+    They are replaced once they have made more than 32 process groups, whose threads never end.
+
     Ranks start at the first call: NCCL where every rank has a GPU, several ranks on one GPU or
     on the CPU over gloo otherwise. One thread a rank.
 
@@ -113,6 +121,7 @@ class RankPool:
         self._controls: list[connection.Connection] = []
         self._store: dist.TCPStore | None = None
         self._number = 0
+        self._last_call = time.monotonic()
 
     def __enter__(self) -> RankPool:
         return self
@@ -161,9 +170,11 @@ class RankPool:
         failures |= {
             rank: reply.failure for rank, reply in replies.items() if reply.failure is not None
         }
-        if len({reply.groups for reply in replies.values()}) > 1:
-            # torch names groups by counting; ranks that count differently never meet again.
+        groups = {reply.groups for reply in replies.values()}
+        # torch names groups by counting; ranks that count differently never meet again.
+        if len(groups) > 1 or max(groups, default=0) > _MOST_GROUPS:
             self.close()
+        self._last_call = time.monotonic()
         if failures:
             raise RankError(self.world_size, dict(sorted(failures.items())))
         return [replies[rank].value for rank in range(self.world_size)]
@@ -177,6 +188,11 @@ class RankPool:
         for process in self._processes:
             process.join()
         self._processes, self._calls, self._controls, self._store = [], [], [], None
+
+    def close_if_idle(self, seconds: float) -> None:
+        """Ends the ranks if no call was made for longer than this."""
+        if time.monotonic() - self._last_call > seconds:
+            self.close()
 
     def _start(self) -> None:
         context = _fork_server()
@@ -261,7 +277,10 @@ _pools: dict[int, RankPool] = {}
 
 
 def rank_pool(world_size: int) -> RankPool:
-    """The shared pool of this size, which lives until the session ends."""
+    """The shared pool of this size. Its ranks live on between calls, but not when long unused."""
+    for size, pool in _pools.items():
+        if size != world_size:
+            pool.close_if_idle(_IDLE)
     if world_size not in _pools:
         if not _pools:
             atexit.register(close_pools)
