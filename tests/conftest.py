@@ -1,4 +1,4 @@
-"""Shared by all tests: single-threaded torch, imports of the ranks, hypothesis profiles, the count of cases.
+"""Shared by all tests: one thread, what ranks import, hypothesis profiles, the count of cases.
 
 `make test` draws a few examples of each property; `make conformance` (`CONFORMANCE=1`) draws 300 or
 more, and runs the tests marked `conformance` too.
