@@ -112,7 +112,8 @@ def _edge(
 
 
 _ADDED_EXACTLY = (torch.float32, torch.float64)
-_least = {"elements": 1 << 16, "forced": 0}
+_LEAST = 1 << 16  # elements
+_forced: dict[str, int | None] = {"from": None}
 
 
 def interior_pays(local: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -122,18 +123,14 @@ def interior_pays(local: torch.Tensor, weight: torch.Tensor) -> bool:
     the edges would be rounded twice, so those are convolved with their halos; compiled code is,
     because compilers fuse the copies.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or local.dtype not in _ADDED_EXACTLY:
         return False
-    if _least["forced"]:
-        enough = local.numel() >= _least["elements"]
-    else:
-        least = max(_least["elements"], weight.numel())
-        enough = local.numel() >= least and not _is_slow_when_padded(local, weight)
-    return (
-        enough
-        and local.dtype in _ADDED_EXACTLY
-        and not torch.is_autocast_enabled(local.device.type)
-    )
+    if torch.is_autocast_enabled(local.device.type):
+        return False
+    if _forced["from"] is not None:
+        return local.numel() >= _forced["from"]
+    enough = local.numel() >= max(_LEAST, weight.numel())
+    return enough and not _is_slow_when_padded(local, weight)
 
 
 def _is_slow_when_padded(local: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -150,12 +147,11 @@ def _is_slow_when_padded(local: torch.Tensor, weight: torch.Tensor) -> bool:
 @contextmanager
 def interior_from(elements: int) -> Iterator[None]:
     """Within it, ranks with so many elements convolve their own rows first. For tests."""
-    before = dict(_least)
-    _least.update({"elements": elements, "forced": 1})
+    before, _forced["from"] = _forced["from"], elements
     try:
         yield
     finally:
-        _least.update(before)
+        _forced["from"] = before
 
 
 def convolve(

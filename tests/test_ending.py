@@ -1,0 +1,56 @@
+"""Programs end with exit code 0, whatever workers still hold; `ending_late.py` is the program."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from shardfield.comm import ending
+
+PROGRAM = str(Path(__file__).parent / "ending_late.py")
+
+
+def ends(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PROGRAM, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_program_waits_for_workers_before_it_ends():
+    run = ends()
+    assert run.returncode == 0, run.stderr
+
+
+def test_without_waiting_the_same_program_aborts():
+    # The day this fails torch has mended it, and `comm/ending.py` can go.
+    run = ends("abandon")
+    assert run.returncode == -6, run.stderr
+    assert "terminate called without an active exception" in run.stderr
+
+
+def waited() -> float:
+    start = time.monotonic()
+    ending.wait_for_workers()
+    return time.monotonic() - start
+
+
+def test_the_wait_lasts_while_another_thread_is_at_work_and_has_a_limit(monkeypatch):
+    monkeypatch.setattr(ending, "_LIMIT", 0.5)
+    enough = threading.Event()
+
+    def work():
+        while not enough.is_set():
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert 0.5 <= waited() < 5
+    finally:
+        enough.set()
+        thread.join()
+
+
+def test_where_nobody_says_what_threads_do_the_wait_is_a_fixed_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(ending, "_THREADS", tmp_path / "none")
+    assert 0.05 <= waited() < 0.9
