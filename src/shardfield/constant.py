@@ -11,7 +11,7 @@ import torch
 from shardfield.layout import Layout, layout_by_key
 
 T = TypeVar("T")
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 def constant(function: Callable[..., T]) -> Callable[..., T]:

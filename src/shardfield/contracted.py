@@ -82,7 +82,7 @@ def contracted(
     blocks = [_held(x, entry, plan) for x, entry in zip(operands, plan.entries, strict=True)]
     if not plan.moves and not plan.sums and not plan.scattered:
         return result(act(*blocks), plan.layout)
-    operation = None if torch.compiler.is_compiling() else current_operation()
+    operation = None if torch.compiler.is_dynamo_compiling() else current_operation()
     if not plan.moves:
         local = act(*blocks)
     else:
@@ -154,7 +154,7 @@ def _enter(local: Tensor, entry: Entry, operation: str | None) -> Tensor:
 
 
 def _entering(plan: Contraction) -> Callable[[Tensor, Entry, str | None], Tensor]:
-    return _enter_once if plan.tokens and not torch.compiler.is_compiling() else _enter
+    return _enter_once if plan.tokens and not torch.compiler.is_dynamo_compiling() else _enter
 
 
 _slots: dict[bool, tuple[weakref.ref, tuple, Tensor]] = {}  # by whether a backward runs

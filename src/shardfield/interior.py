@@ -123,7 +123,7 @@ def interior_pays(local: torch.Tensor, weight: torch.Tensor) -> bool:
     the edges would be rounded twice, so those are convolved with their halos; compiled code is,
     because compilers fuse the copies.
     """
-    if torch.compiler.is_compiling() or local.dtype not in _ADDED_EXACTLY:
+    if torch.compiler.is_dynamo_compiling() or local.dtype not in _ADDED_EXACTLY:
         return False
     if torch.is_autocast_enabled(local.device.type):
         return False

@@ -21,7 +21,7 @@ from shardfield.constant import constant
 from shardfield.layout import Layout
 
 Tensor = torch.Tensor
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 _ROW = 256
 """Trailing dims are hashed together up to at least this many elements."""

@@ -182,12 +182,6 @@ class Layout:
     def __copy__(self):
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def __str__(self) -> str:
         parts = []
         for index, dim in enumerate(self.dims):

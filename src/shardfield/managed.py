@@ -24,7 +24,7 @@ def manage(parameter: torch.Tensor, tensor: bool = False) -> None:
 def is_managed(value: torch.Tensor) -> bool:
     """Whether `manage` marked this very object: a pickled or copied one is no longer managed."""
     mark = getattr(value, "_shardfield_managed", None)
-    return mark is not None and (torch.compiler.is_compiling() or mark.of == id(value))
+    return mark is not None and (torch.compiler.is_dynamo_compiling() or mark.of == id(value))
 
 
 def is_managed_over_tensor(value: torch.Tensor) -> bool:

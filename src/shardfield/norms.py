@@ -15,7 +15,7 @@ from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
 from shardfield.plan import runs_of
 from shardfield.registry import current_operation, groups_of, unsupported
-from shardfield.tensor import ShardTensor, local_of, wrap
+from shardfield.tensor import SHARDED, ShardTensor, local_of, wrap
 
 Tensor = torch.Tensor
 
@@ -125,7 +125,8 @@ def whole_statistics(parts: Tensor, plan: NormPlan) -> Tensor:
 
 def check_operands(op, input, *others) -> None:
     """Refuses split weights, biases and buffers, and a plain input beside them."""
-    if not isinstance(input, ShardTensor) or any(isinstance(o, ShardTensor) for o in others):
+    split = [other for other in others if type(other) in SHARDED]
+    if split or type(input) not in SHARDED:
         raise unsupported(op, "its weight, bias or buffers are split", args=(input, others))
 
 

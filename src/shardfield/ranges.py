@@ -126,7 +126,7 @@ def moved_to(x: ShardTensor, target: Layout) -> ShardTensor:
     """`x` in another layout, split over the same axes; itself where nothing moves."""
     if target is x._layout:
         return x
-    operation = None if torch.compiler.is_compiling() else current_operation()
+    operation = None if torch.compiler.is_dynamo_compiling() else current_operation()
     moved = wrap(move(local_of(x), x._layout, target, operation), target)
     moved._moved = True
     return moved

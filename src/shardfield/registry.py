@@ -21,7 +21,7 @@ from shardfield.constant import constant
 from shardfield.errors import UnsupportedOperation
 from shardfield.layout import Layout
 from shardfield.managed import is_managed, is_managed_over_tensor
-from shardfield.tensor import EagerShardTensor, ShardTensor, local_of, wrap
+from shardfield.tensor import SHARDED, EagerShardTensor, ShardTensor, local_of, wrap
 
 log = logging.getLogger("shardfield")
 Handler = Callable[..., Any]
@@ -29,7 +29,7 @@ Handler = Callable[..., Any]
 _handlers: dict[Any, Handler] = {}
 _python_methods: dict[str, Handler] = {}
 _fallbacks: list[Callable[[Any], Handler | None]] = []
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _State:
@@ -204,8 +204,8 @@ def name_of(function: Any) -> str:
 
 def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     """Entry of every torch function that meets a ShardTensor."""
-    kwargs = kwargs or {}
     if _compiling():
+        kwargs = kwargs or {}
         # Dynamo has two kinds of variables for functions in Python, and finds them unequal.
         if isinstance(func, FunctionType) and func.__name__ in _python_methods:
             return _python_methods[func.__name__](func, *args, **kwargs)
@@ -215,11 +215,12 @@ def _torch_function(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = 
     if outer is None:
         _state.function = func
     try:
-        return handler(func, *args, **kwargs)
+        # Passing on no keywords would cost two dicts.
+        return handler(func, *args, **kwargs) if kwargs else handler(func, *args)
     except UnsupportedOperation:
         if not _state.gathering:
             raise
-        return _gather_and_compute(func, args, kwargs)
+        return _gather_and_compute(func, args, kwargs or {})
     finally:
         _state.function = outer
 
@@ -292,22 +293,29 @@ def _shard_tensors(values: Any) -> list:
     return found
 
 
+_SIZES = {int}
+
+
+def _may_hold_tensors(values: Any) -> bool:
+    return isinstance(values, dict) or not _SIZES.issuperset(map(type, values))
+
+
 def summing(handler: Handler) -> Handler:
     """A handler whose replicated operands are passed through `used` first, as `register` does."""
 
     def call(op, *args, **kwargs):
         layout = None
-        for value in args:
-            if isinstance(value, ShardTensor):
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) in SHARDED:
                 if layout is None:
                     layout = value._layout
                 elif value._layout is not layout:
                     break
-            elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
+            elif isinstance(value, (list, tuple, dict)) and _may_hold_tensors(value):
                 break
         else:
-            if layout is not None and not kwargs and not layout.shared:
-                return handler(op, *args)
+            if layout is not None and not layout.shared:
+                return handler(op, *args, **kwargs) if kwargs else handler(op, *args)
         tensors = _shard_tensors(args)
         if kwargs:
             tensors += _shard_tensors(kwargs)

@@ -20,7 +20,7 @@ from shardfield.managed import is_managed, manage
 Tensor = torch.Tensor
 _as_subclass = torch.Tensor.as_subclass
 _grad_enabled = torch.is_grad_enabled
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 class ShardTensor(torch.Tensor):
@@ -325,8 +325,8 @@ class ShardTensor(torch.Tensor):
 class EagerShardTensor(ShardTensor):
     """What ShardTensors are outside compiled code: whatever no handler caught is an error."""
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    @staticmethod  # a class method would be bound anew for every tensor that is made
+    def __torch_dispatch__(func, types, args=(), kwargs=None):
         if func in _HARMLESS:
             with DisableTorchFunction(), DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
@@ -347,6 +347,9 @@ class EagerShardTensor(ShardTensor):
 _HARMLESS = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 EagerShardTensor.__name__ = EagerShardTensor.__qualname__ = "ShardTensor"
 EagerShardTensor.__module__ = ShardTensor.__module__
+
+SHARDED = frozenset({ShardTensor, EagerShardTensor})
+"""`type(x) in SHARDED` says what isinstance does, which asks torch's metaclass and takes longer."""
 
 # Stands in as the C++ side of a ShardTensor whose local part is itself a subclass that cannot be
 # retyped (FakeTensor): simulation only, nothing reads it.

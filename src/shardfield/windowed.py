@@ -107,7 +107,7 @@ def windowed(
     local = local_of(x)
     if not plan.steps and not plan.empty:
         return wrap(act(local), plan.layout)
-    operation = None if torch.compiler.is_compiling() else current_operation()
+    operation = None if torch.compiler.is_dynamo_compiling() else current_operation()
     block = local
     fresh = weight is not None  # a product's gradient is a new tensor
     for step in plan.steps:
@@ -115,7 +115,7 @@ def windowed(
     if plan.empty:
         empty = nothing(plan.layout.local_shape, (block, bias), weight, curved)
         return wrap(empty, plan.layout)
-    if torch.compiler.is_compiling() or block is local or not torch.is_grad_enabled():
+    if torch.compiler.is_dynamo_compiling() or block is local or not torch.is_grad_enabled():
         keep = nullcontext()
     else:
         keep = rebuilt(local, block, plan.steps, fill)

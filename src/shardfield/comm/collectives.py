@@ -92,7 +92,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """A new tensor: `tensor` reduced over `group`."""
     tensor = tensor.contiguous()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced.all_reduce(tensor, reduction, group)
     return _enter(
         "all_reduce",
@@ -130,7 +130,7 @@ def all_to_all(
         size = tensor.element_size()
         counts = [size * count for count in receives], [size * count for count in sends]
         return all_to_all(tensor.view(torch.uint8), *counts, group, operation).view(tensor.dtype)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced.all_to_all(tensor, receives, sends, group)
     sent = sum(sends)
     if _recording:
@@ -155,7 +155,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """What arrived; call it once, on every rank in the same order."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._tensor
         with agreement.waiting("all_to_all", self._group, self._operation), BelowAutograd():
             arrived = wait(self._tensor)
@@ -174,7 +174,7 @@ def start_all_to_all(
 
     `tensor` must stay as it is until then.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         arrived = traced.all_to_all(tensor, receives, sends, group)
         return Pending(arrived, None, group, operation)
     if _recording:
@@ -188,7 +188,7 @@ def start_all_to_all(
 def all_gather(tensor: torch.Tensor, group: str, operation: str | None) -> torch.Tensor:
     """The tensors of all ranks of `group`, stacked along a new leading dim; shapes must agree."""
     block = tensor.contiguous().unsqueeze(0)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced.all_gather(block, size_of(group), group)
     return _enter(
         "all_gather",

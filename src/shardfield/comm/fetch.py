@@ -314,7 +314,7 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx, grad):
         _ = ctx.saved_tensors
         name = None if ctx.operation is None else f"backward of {ctx.operation}"
-        if ctx.fresh and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        if ctx.fresh and not (torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling()):
             out = _scatter_add(grad, ctx.dim, ctx.plan, ctx.group, name, fresh=True)
         else:
             out = _FetchAdjoint.apply(grad, ctx.dim, ctx.plan, ctx.group, name)

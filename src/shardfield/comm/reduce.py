@@ -33,7 +33,7 @@ def use(value: torch.Tensor, groups: tuple[str, ...], operation: str | None = No
     """
     if not groups:
         return value
-    if torch.compiler.is_compiling() or value.grad_fn is None or not torch.is_grad_enabled():
+    if torch.compiler.is_dynamo_compiling() or value.grad_fn is None or not torch.is_grad_enabled():
         return _Use.apply(value, groups, operation)
     known = getattr(value, "_shardfield_uses", None)
     if known is None:
@@ -92,7 +92,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         factor, groups, operation = ctx.saved
-        if not torch.compiler.is_compiling() and captures_leaf(ctx.next_functions[0][0]):
+        if not torch.compiler.is_dynamo_compiling() and captures_leaf(ctx.next_functions[0][0]):
             name = None if operation is None else f"backward of {operation}"
             return _Reduce.apply(grad, groups, name), None, None, None
         return grad * factor, None, None, None

@@ -55,7 +55,7 @@ def _deviations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     held = x.shape[0] * x.shape[2] * x.shape[3]
     mean = x.sum(_OVER, keepdim=True, dtype=dtype) / max(held, 1)
     deviations = x - mean
-    if deviations.device.type != "cpu" or torch.compiler.is_compiling():
+    if deviations.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return mean, deviations.square().sum(_OVER, keepdim=True), deviations
     # A norm reads the deviations once, where square().sum() would write as many again.
     rows, rest = divmod(x.shape[3], _RUN)
@@ -103,7 +103,7 @@ class _Standardise(torch.autograd.Function):
         if total is None:
             total = scope.total
         needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:4]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             # Someone will differentiate this: statistics that know how they depend on x.
             groups = (*scope.groups, *scope.replicas)
             mean, variance = (use(value, groups, name) for value in moments(x, _OVER, scope, name))
@@ -143,7 +143,7 @@ def _fused(x: Tensor, weight: Tensor | None) -> bool:
     per_channel = weight is None or weight.shape[3] == 1
     return (
         x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_dynamo_compiling()
         and x.dtype in (torch.float32, torch.float64)
         and per_channel
     )

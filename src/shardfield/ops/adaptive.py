@@ -178,7 +178,7 @@ def adaptive_avg_pool(op, input: ShardTensor, output_size) -> torch.Tensor:
     pooled = local_of(windowed(input, plan.window, act))
     if plan.single:
         axes = tuple(axis for dim in plan.single for axis in input.layout.axes(dim))
-        operation = None if torch.compiler.is_compiling() else current_operation()
+        operation = None if torch.compiler.is_dynamo_compiling() else current_operation()
         pooled = reduce_sum(pooled.to(wide), groups_of(input.layout, axes), operation).to(dtype)
     return result(pooled, plan.layout)
 
@@ -227,7 +227,7 @@ def adaptive_max_pool(op, input: ShardTensor, output_size, return_indices=False)
     if indices is None:
         indices = best.new_empty(best.shape, dtype=torch.int64)
     if plan.single:
-        operation = None if torch.compiler.is_compiling() else current_operation()
+        operation = None if torch.compiler.is_dynamo_compiling() else current_operation()
         best = move(best, plan.window.layout, plan.gathered, operation)
         indices = move(indices, plan.window.layout, plan.gathered, operation)
         best, indices = _first_largest(best, indices, plan.single)

@@ -162,7 +162,7 @@ def _entering(value: Tensor, target: Layout, axes: tuple[str, ...]) -> Tensor:
 
 
 def _act(op, q, k, v, mask, plan: AttentionPlan) -> Tensor:
-    operation = None if torch.compiler.is_compiling() else current_operation()
+    operation = None if torch.compiler.is_dynamo_compiling() else current_operation()
     heads, reorder = plan.heads, plan.reorder
     if heads is not None:
         q = transpose(q, 2, heads.q_rows, 1, heads.q_heads, heads.rank, heads.group, operation)

@@ -15,7 +15,7 @@ from shardfield.comm._torch import DisableTorchFunction, around_backward_hooks
 from shardfield.registry import register
 from shardfield.tensor import ShardTensor, local_of, wrap
 
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Open(torch.autograd.Function):

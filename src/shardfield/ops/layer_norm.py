@@ -14,7 +14,7 @@ from shardfield.constant import constant
 from shardfield.errors import LayoutError
 from shardfield.layout import Layout
 from shardfield.norms import NormPlan, check_operands, norm_plan, normalised, part_of_parameter
-from shardfield.registry import current_operation, name_of, register
+from shardfield.registry import current_operation, name_of, register, used
 from shardfield.tensor import ShardTensor, local_of, wrap
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ def _last_dims_plan(op, layout: Layout, shape: tuple[int, ...]) -> NormPlan:
     return norm_plan(layout, dims, dims)
 
 
-@register(F.layer_norm, torch.layer_norm)
+@register(F.layer_norm, torch.layer_norm, uses=False)
 def layer_norm(
     op,
     input: ShardTensor,
@@ -56,8 +56,11 @@ def layer_norm(
         per row forward and one all-reduce of as many numbers backward; else none.
     """
     check_operands(op, input, weight, bias)
-    layout, local = input.layout, local_of(input)
+    layout, local = input._layout, local_of(input)
     plan = _last_dims_plan(op, layout, tuple(normalized_shape))
+    if layout.shared:
+        weight = weight if weight is None else used(weight, layout.shared, layout)
+        bias = bias if bias is None else used(bias, layout.shared, layout)
     if plan.scope is None:
         return wrap(torch.layer_norm(local, normalized_shape, weight, bias, eps), layout)
     dims = plan.dims
@@ -91,7 +94,7 @@ def rms_norm(
         forward and one backward; else none.
     """
     check_operands(op, input, weight)
-    layout, local = input.layout, local_of(input)
+    layout, local = input._layout, local_of(input)
     plan = _last_dims_plan(op, layout, tuple(normalized_shape))
     if plan.scope is None:
         return wrap(torch.rms_norm(local, normalized_shape, weight, eps), layout)

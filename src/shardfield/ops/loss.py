@@ -79,7 +79,7 @@ _L1_LOSS = body_of(F.l1_loss)
 
 def _lost_weight() -> Tensor | None:
     """The weight of the running `F.l1_loss`; compiled code hands it over."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     frame = sys._getframe(1)
     while frame is not None:

@@ -13,7 +13,7 @@ from shardfield.errors import LayoutError
 from shardfield.layout import Factor, Layout
 from shardfield.operands import part_of_plain
 from shardfield.registry import register, unsupported, used
-from shardfield.tensor import ShardTensor, describe, local_of, wrap
+from shardfield.tensor import SHARDED, ShardTensor, describe, local_of, wrap
 
 Tensor = torch.Tensor
 _T = torch.Tensor
@@ -48,10 +48,10 @@ def linear(op, input, weight, bias=None) -> Tensor:
         are gathered for split output features, and sums over split input features are scattered.
         The gradients of a plain weight and bias are summed over the mesh axes of the input.
     """
-    if isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
+    if type(input) in SHARDED and type(weight) not in SHARDED:
         source = input._layout
         layout = _rows_layout(op, source, weight.shape)
-        if layout is not None and not isinstance(bias, ShardTensor):
+        if layout is not None and type(bias) not in SHARDED:
             if source.shared:
                 weight = used(weight, source.shared, source)
                 bias = bias if bias is None else used(bias, source.shared, source)

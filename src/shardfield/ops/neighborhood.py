@@ -253,7 +253,7 @@ def sharded(
 
 def _kept(local: Tensor, block: Tensor, steps: Sequence[Step]) -> AbstractContextManager[None]:
     """Context in which a block with halos is kept as its parts; compilers do so themselves."""
-    if torch.compiler.is_compiling() or block is local or not block.numel():
+    if torch.compiler.is_dynamo_compiling() or block is local or not block.numel():
         return nullcontext()
     return rebuilt(local, block, steps, 0.0) if torch.is_grad_enabled() else nullcontext()
 

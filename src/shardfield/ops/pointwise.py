@@ -10,7 +10,7 @@ from shardfield.constant import constant
 from shardfield.layout import Factor, Layout
 from shardfield.operands import blocks, written
 from shardfield.registry import fallback, register, unsupported
-from shardfield.tensor import ShardTensor, local_of, result, wrap
+from shardfield.tensor import SHARDED, ShardTensor, local_of, result, wrap
 
 Tensor = torch.Tensor
 _T: Any = torch.Tensor
@@ -99,7 +99,7 @@ def pointwise(op, *args, **kwargs):
     layout = None
     locals_ = []
     for value in args:
-        if isinstance(value, ShardTensor):
+        if type(value) in SHARDED:
             if layout is None:
                 layout = value._layout
             elif value._layout is not layout:
@@ -112,9 +112,9 @@ def pointwise(op, *args, **kwargs):
             locals_.append(value)
     if layout is None or (kwargs and any(isinstance(v, Tensor) for v in kwargs.values())):
         return _broadcast(op, args, kwargs)
-    out = op(*locals_, **kwargs)
+    out = op(*locals_, **kwargs) if kwargs else op(*locals_)
     first = args[0]
-    if out is locals_[0] and isinstance(first, ShardTensor):
+    if out is locals_[0] and type(first) in SHARDED:
         if first._moved and getattr(op, "__name__", "") not in _SAME:
             written(op, first)
         return first

@@ -14,7 +14,7 @@ from shardfield.tensor import ShardTensor, local_of, marked, result
 from shardfield.views import ViewPlan, sizes_given
 
 _T = torch.Tensor
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 @constant

@@ -164,7 +164,7 @@ def unbind(op, input, dim=0):
     if layout.is_split(dim):
         whole = _resized(layout, dim, layout.shape[dim])
         local, layout, moved = move(local, layout, whole, current_operation()), whole, True
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             log.warning("unbind: gathered %d bytes on every rank, all of dim %d", local.nbytes, dim)
     out = _without(layout, dim)
     return tuple(marked(result(part, out), moved) for part in local.unbind(dim))

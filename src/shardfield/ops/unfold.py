@@ -147,7 +147,7 @@ def sliding(op, input: ShardTensor, dimension: int, size: int, step: int) -> tor
     dim = wrapped(dimension, input.dim())
     input = in_ranges(input, dim)
     plan = _sliding_plan(input.layout, dim, size, step)
-    copied = torch.compiler.is_compiling()
+    copied = torch.compiler.is_dynamo_compiling()
 
     def act(block):
         rows = op(block, dim, size, step)

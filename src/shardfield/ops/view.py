@@ -20,7 +20,7 @@ from shardfield.tensor import ShardTensor, local_of, marked, result, wrap
 from shardfield.views import ViewPlan, full_shape, sizes_given, view_dims
 
 _T = torch.Tensor
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 @constant
@@ -54,7 +54,8 @@ def _act(op, input: ShardTensor, plan: ViewPlan, strict: bool = False) -> torch.
             local, moved = local.reshape(plan.layout.local_shape), True
     else:
         local = local.reshape(plan.layout.local_shape)
-    return marked(result(local, plan.layout), moved)
+    out = result(local, plan.layout)
+    return marked(out, moved) if moved else out
 
 
 @register(_T.view, uses=False)
