@@ -147,4 +147,4 @@ def sizes_given(args: tuple, named: dict) -> tuple[int, ...]:
     args = args or tuple(named.values())
     if len(args) == 1 and isinstance(args[0], (tuple, list)):
         return tuple(args[0])
-    return tuple(args)
+    return args

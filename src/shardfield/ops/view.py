@@ -40,21 +40,20 @@ def reshaped(op, input: ShardTensor, shape: tuple[int, ...], strict: bool = Fals
 
 
 def _act(op, input: ShardTensor, plan: ViewPlan, strict: bool = False) -> torch.Tensor:
-    local = local_of(input)
-    moved = input._moved
+    local, layout, moved = local_of(input), plan.layout, input._moved
     if plan.source is not None:
         assert plan.target is not None
         local = local.reshape(plan.source.local_shape)
         local = move(local, plan.source, plan.target, op.__name__)
-        local, moved = local.reshape(plan.layout.local_shape), True
+        local, moved = local.reshape(layout.local_shape), True
     elif strict and not _compiling():
         try:
-            local = local.view(plan.layout.local_shape)
+            local = local.view(layout.local_shape)
         except RuntimeError:  # a local tensor with gaps where the global one has none
-            local, moved = local.reshape(plan.layout.local_shape), True
+            local, moved = local.reshape(layout.local_shape), True
     else:
-        local = local.reshape(plan.layout.local_shape)
-    out = result(local, plan.layout)
+        local = local.reshape(layout.local_shape)
+    out = result(local, layout)
     return marked(out, moved) if moved else out
 
 
