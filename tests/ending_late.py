@@ -8,11 +8,25 @@ import ctypes
 import sys
 import time
 
-import torch
-import torch.distributed as dist
 
-import shardfield as sf
-from shardfield.comm import ending
+def leave_a_worker_waiting() -> None:
+    sys.setswitchinterval(60)  # seconds in which nobody takes the lock from this thread
+    Gather.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    limit = time.monotonic() + 30
+    while not worker_waits_for_the_lock():
+        assert time.monotonic() < limit, "the worker never asked for the lock"
+
+
+abandons = "abandon" in sys.argv
+if abandons:
+    # What is registered first is called last: nothing lets the worker in before the end.
+    atexit.register(leave_a_worker_waiting)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import shardfield as sf  # noqa: E402
+from shardfield.comm import ending  # noqa: E402
 
 STATES = ctypes.pythonapi
 for name in ("PyInterpreterState_Get", "PyInterpreterState_ThreadHead", "PyThreadState_Next"):
@@ -47,11 +61,8 @@ def worker_waits_for_the_lock() -> bool:
 
 
 sf.init_mesh()
-if "abandon" in sys.argv:
-    atexit.unregister(ending.wait_for_workers)
 last = LetsOthersIn()
-sys.setswitchinterval(60)  # seconds in which nobody takes the lock from this thread
-Gather.apply(torch.ones(3, requires_grad=True)).sum().backward()
-limit = time.monotonic() + 30
-while not worker_waits_for_the_lock():
-    assert time.monotonic() < limit, "the worker never asked for the lock"
+if abandons:
+    atexit.unregister(ending.wait_for_workers)
+else:
+    leave_a_worker_waiting()

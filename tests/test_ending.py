@@ -6,26 +6,39 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from shardfield.comm import ending
 
 PROGRAM = str(Path(__file__).parent / "ending_late.py")
 
 
-def ends(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, PROGRAM, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+@pytest.fixture(scope="module")
+def runs():
+    """(exit code, errors) of the program that waits for its worker, and of one that does not."""
+    command = [sys.executable, PROGRAM]
+    started = [
+        subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+        for arguments in ([], ["abandon"])
+    ]
+    try:
+        errors = [process.communicate(timeout=100)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, errors, strict=True)]
 
 
-def test_a_program_waits_for_workers_before_it_ends():
-    run = ends()
-    assert run.returncode == 0, run.stderr
+def test_a_program_waits_for_workers_before_it_ends(runs):
+    code, errors = runs[0]
+    assert code == 0, errors
 
 
-def test_without_waiting_the_same_program_aborts():
+def test_without_waiting_the_same_program_aborts(runs):
     # The day this fails torch has mended it, and `comm/ending.py` can go.
-    run = ends("abandon")
-    assert run.returncode == -6, run.stderr
-    assert "terminate called without an active exception" in run.stderr
+    code, errors = runs[1]
+    assert code == -6, errors
+    assert "terminate called without an active exception" in errors
 
 
 def waited() -> float:
